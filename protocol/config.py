@@ -40,3 +40,15 @@ class WeightBroadcastConfig(Config):
     commit_timeout_s: Seconds = Field(60.0, description="Longest time for an engine to load staged weights.")
     update_timeout_s: Seconds = Field(300.0, description="Longest time for one whole update, regroups included.")
     max_regroups: int = Field(3, ge=0, le=16, description="How often one update may rebuild its generation after a failure.")
+
+
+class WandbConfig(Config):
+    """Where the numbers of a run go. A run never waits for this and never fails because of it."""
+
+    mode: Literal["offline", "online", "disabled"] = Field("offline", description="`offline`: files under `dir`, to be synced by hand; `online`: needs a network and a login; `disabled`: nothing.")
+    project: str = Field("muster", description="Project that the run belongs to.")
+    entity: str | None = Field(None, description="User or team. Empty: the login's own.")
+    name: str | None = Field(None, description="Shown name of the run. Empty: the run id.")
+    group: str | None = Field(None, description="Name under which several runs are shown together.")
+    tags: list[str] = Field(default_factory=list, description="Labels to filter by.")
+    dir: str | None = Field(None, description="Directory of the run files. Empty: the output directory.")

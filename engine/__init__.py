@@ -1,0 +1,1 @@
+"""What we add to vLLM, through its own plugin points: gate, identity, version, weight receiver."""

@@ -1,0 +1,1 @@
+"""The `muster` command, and the launcher that runs a plan on this machine."""

@@ -1,0 +1,1 @@
+"""Decides and drives a run: groups, weight versions, rollouts, batches. No torch, no vLLM."""

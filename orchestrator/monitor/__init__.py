@@ -1,0 +1,1 @@
+"""What people see of a run: console lines and W&B series."""

@@ -1,0 +1,1 @@
+"""Environments, generation client, dispatch, staleness and batches."""

@@ -1,0 +1,1 @@
+"""Topology of a run, pure; Slurm rendering and supervision build on it."""

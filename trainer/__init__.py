@@ -1,0 +1,1 @@
+"""The torchrun program that learns: model, loss, packing, checkpoints, sender of weights."""
