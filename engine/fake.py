@@ -14,7 +14,8 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 
-from engine.fake_config import FakeSettings, secrets_from_environment
+from engine.config import read_secrets
+from engine.fake_config import FakeSettings
 from engine.fake_engine import FakeEngine
 from engine.fake_fleet import FakeFleet, slots_of_sizes
 from engine.fake_server import AppServer
@@ -39,7 +40,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 async def serve_one(args: argparse.Namespace, settings: FakeSettings) -> None:
     """One engine; its death is the death of this process."""
-    tokens = secrets_from_environment()
+    tokens = read_secrets()
     server = AppServer(FakeEngine(Slot(args.group, args.index), settings, tokens, _kill_self))
     await server.start(args.host, args.port)
     print(f"http://{args.host}:{server.port}", flush=True)
@@ -48,11 +49,11 @@ async def serve_one(args: argparse.Namespace, settings: FakeSettings) -> None:
 
 async def serve_fleet(args: argparse.Namespace, settings: FakeSettings) -> None:
     """Many engines; their deaths only close their own sockets."""
-    admin_token, api_key = secrets_from_environment()
+    tokens = read_secrets()
     fleet = FakeFleet(
         slots_of_sizes(args.group_sizes),
-        admin_token=admin_token,
-        api_key=api_key,
+        admin_token=tokens.admin_token,
+        api_key=tokens.api_key,
         host=args.host,
         **settings.model_dump(),
     )

@@ -1,9 +1,8 @@
-"""Settings of the fake engine. The only part of the fake that reads the environment."""
+"""Settings of the fake engine."""
 
 from __future__ import annotations
 
-import os
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from pydantic import Field
 
@@ -26,15 +25,3 @@ class FakeSettings(Config):
     max_model_len: int = Field(128, ge=2, description="Longest prompt plus completion, in tokens.")
     model: str = Field("fake", description="Name in /v1/models.")
     core_timeout_s: Seconds = Field(10.0, description="Core age from which /liveness says 503.")
-
-
-class FakeSecrets(NamedTuple):
-    """Admin token, and API key of the data routes (None: they need none)."""
-
-    admin_token: str
-    api_key: str | None = None
-
-
-def secrets_from_environment() -> FakeSecrets:
-    """MUSTER_ADMIN_TOKEN and MUSTER_API_KEY. Raises KeyError without the token."""
-    return FakeSecrets(os.environ["MUSTER_ADMIN_TOKEN"], os.environ.get("MUSTER_API_KEY") or None)

@@ -52,8 +52,8 @@ class Completion:
     finish_reason: str | None = None
     stop_reason: int | None = None
 
-    def add(self, token: Token, version: int | None) -> None:
-        """Append a token; ends the completion at a stop token or at the limit."""
+    def add(self, token: Token, version: int | None) -> bool:
+        """Append a token; whether the completion is over now (a stop token, or the limit)."""
         end = len(self.tokens) + 1
         self.tokens.append(token)
         if self.spans and self.spans[-1][0] == version:
@@ -64,6 +64,7 @@ class Completion:
             self.finish_reason, self.stop_reason = "stop", token.token_id
         elif end >= self.max_tokens:
             self.finish_reason = "length"
+        return self.finish_reason is not None
 
 
 class FakeCore:
@@ -159,18 +160,19 @@ class FakeCore:
     async def _run(self, completion: Completion) -> None:
         tick_s = max(1 / self.tokens_per_s, _MIN_TICK_S)
         per_tick = max(round(tick_s * self.tokens_per_s), 1)
-        while completion.finish_reason is None:
+        is_over = False
+        while not is_over:
             await asyncio.sleep(tick_s)
             await self._runs.wait()
             for _ in range(per_tick):
-                position = len(completion.tokens)
-                token = sample_token(
-                    self.seed, self.version, completion.prompt, position, self.vocab_size
-                )
-                completion.add(token, self.version)
+                is_over = completion.add(self._sample(completion), self.version)
                 self.generated_tokens += 1
-                if completion.finish_reason is not None:
+                if is_over:
                     break
+
+    def _sample(self, completion: Completion) -> Token:
+        position = len(completion.tokens)
+        return sample_token(self.seed, self.version, completion.prompt, position, self.vocab_size)
 
     def _update(self) -> None:
         if self.paused or self._frozen_at is not None:

@@ -14,17 +14,17 @@ import time
 from collections.abc import Callable
 
 from pydantic import ValidationError
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from engine.config import EngineSecrets
 from engine.control import EngineFailure, Stage
-from engine.fake_config import FakeSecrets, FakeSettings
+from engine.fake_config import FakeSettings
 from engine.fake_core import FakeCore
 from engine.fake_faults import FaultOrder, FaultPlan, FaultReport
 from engine.fake_gate import FAULT_PATH, FaultGate
+from engine.fake_server import ExactRoutes, Handler
 from engine.fake_transfer import FakeReceiver, LinkError
 from engine.fake_vllm import VllmRoutes
 from engine.gate import Gatekeeper, GateMiddleware
@@ -56,7 +56,7 @@ class FakeEngine:
         self,
         slot: Slot,
         settings: FakeSettings,
-        tokens: FakeSecrets,
+        tokens: EngineSecrets,
         kill: Callable[[], None],
     ) -> None:
         self.slot = slot
@@ -79,14 +79,13 @@ class FakeEngine:
         self.receiver = FakeReceiver(
             self._settings.transfer, self._settings.world_size, self._phase
         )
-        routes = [
-            Route(route.path, route.handler, methods=[route.method])
-            for route in engine_routes(self)
-        ]
-        routes += VllmRoutes(self.core, self._settings, self._phase).routes()
-        routes.append(Route(FAULT_PATH, self._fault, methods=["GET", "POST"]))
+        table: dict[tuple[str, str], Handler] = {
+            (route.method, route.path): route.handler for route in engine_routes(self)
+        }
+        table.update(VllmRoutes(self.core, self._settings, self._phase).table())
+        table["GET", FAULT_PATH] = table["POST", FAULT_PATH] = self._fault
         gate = GateMiddleware(
-            Starlette(routes=routes),
+            ExactRoutes(table),
             keeper=self._keeper,
             admin_token=self._tokens.admin_token,
             api_key=self._tokens.api_key,
@@ -177,7 +176,6 @@ class FakeEngine:
             await self._phase("load")
         except LinkError as exc:
             self.core.version = None
-            self.receiver.fail(str(exc))
             raise EngineFailure(f"loading version {version} failed: {exc}") from exc
         if self._settings.commit_s:
             await asyncio.sleep(self._settings.commit_s)

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from engine.fake_config import FakeSecrets, FakeSettings
+from engine.config import EngineSecrets
+from engine.fake_config import FakeSettings
 from engine.fake_engine import FakeEngine
 from engine.fake_server import AppServer
 from protocol.ids import Slot
@@ -38,7 +39,7 @@ class FakeFleet:
         self.engines: dict[Slot, FakeEngine] = {}
         self.urls: dict[Slot, str] = {}
         self._host = host
-        self._tokens = FakeSecrets(admin_token, api_key)
+        self._tokens = EngineSecrets(admin_token, api_key)
         self._settings = FakeSettings(**settings)
         self._servers: dict[Slot, AppServer] = {}
 

@@ -33,6 +33,7 @@ class FaultGate:
         match rule.action if rule is not None else None:
             case "exit":
                 self._kill()
+                await wait_for_disconnect(receive)
             case "hang":
                 await wait_for_disconnect(receive)
             case "error":

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeVar
 
 from engine.control import Conflict, Stage
 from protocol.engine_api import InitInfo, TransferState, TransferStatus, UpdateInfo
@@ -19,6 +20,7 @@ from protocol.engine_api import InitInfo, TransferState, TransferStatus, UpdateI
 if TYPE_CHECKING:
     from transfer.group import TransferGroup
 
+_T = TypeVar("_T")
 TransferMode = Literal["none", "gloo"]
 
 EMPTY_DIGEST = "0" * 32  # of zero bytes, in mode `none`; the fake trainer says the same
@@ -69,30 +71,19 @@ class NoLink:
 
 
 class GlooLink:
-    """Mode `gloo`: the real transfer package; blocking calls run in threads."""
+    """Mode `gloo`: the real transfer package; blocking calls run in a thread of their own."""
 
     def __init__(self) -> None:
         self._cancel = threading.Event()
+        self._thread = ThreadPoolExecutor(1)  # the loop's own pool is smaller than a fleet
         self._group: TransferGroup | None = None
 
     async def join(self, info: InitInfo, rank: int) -> None:
         """Join as `rank`; bounded by the info's timeout, cancelled by `abort`."""
         from transfer.errors import TransferError
-        from transfer.join import join
 
         try:
-            self._group = await asyncio.to_thread(
-                join,
-                info.host,
-                info.port,
-                generation=info.generation,
-                rank=rank,
-                world_size=info.world_size,
-                backend="gloo",
-                device="cpu",
-                timeout_s=info.timeout_s,
-                cancel=self._cancel,
-            )
+            await self._in_thread(lambda: self._join(info, rank))
         except TransferError as exc:
             raise LinkError(str(exc)) from exc
 
@@ -101,22 +92,45 @@ class GlooLink:
         from transfer.errors import TransferError
         from transfer.receive import receive
 
-        assert self._group is not None
+        group = self._group
+        assert group is not None
         try:
-            staged = await asyncio.to_thread(
-                receive, self._group, version=info.version, timeout_s=info.timeout_s
+            staged = await self._in_thread(
+                lambda: receive(group, version=info.version, timeout_s=info.timeout_s)
             )
         except TransferError as exc:
             raise LinkError(str(exc)) from exc
         return Received(staged.num_bytes, staged.digest)
 
     def abort(self, reason: str) -> None:
-        """End the generation on this rank; `close` drains, so it gets a thread of its own."""
+        """End the generation on this rank; closing may wait for the backend, we do not."""
         self._cancel.set()
         group, self._group = self._group, None
         if group is not None:
             group.abort(reason)
-            threading.Thread(target=group.close, daemon=True).start()
+            self._thread.submit(group.close)
+        self._thread.shutdown(wait=False)
+
+    def _join(self, info: InitInfo, rank: int) -> None:
+        from transfer.join import join
+
+        group = join(
+            info.host,
+            info.port,
+            generation=info.generation,
+            rank=rank,
+            world_size=info.world_size,
+            backend="gloo",
+            device="cpu",
+            timeout_s=info.timeout_s,
+            cancel=self._cancel,
+        )
+        self._group = group
+        if self._cancel.is_set():  # aborted at the last moment: nobody will close it for us
+            group.close()
+
+    def _in_thread(self, work: Callable[[], _T]) -> Awaitable[_T]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 def make_link(mode: TransferMode) -> Link:
@@ -189,7 +203,7 @@ class FakeReceiver:
 
     def abort(self, reason: str) -> TransferStatus:
         """Free a blocked join or receive and forget what is staged. Idempotent."""
-        if self.state != "aborted":
+        if self.state not in _OVER:
             self._drop(reason)
             self._error = reason or None
             self._set("aborted")
@@ -199,12 +213,6 @@ class FakeReceiver:
         """The staged version is loaded now."""
         self.staged_version = None
         self._set("joined")
-
-    def fail(self, error: str) -> None:
-        """The load failed: what was staged is gone."""
-        self._drop(error)
-        self._error = error
-        self._set("failed")
 
     def shutdown(self) -> None:
         """Leave the generation; its number stays used."""
@@ -258,4 +266,6 @@ class FakeReceiver:
     def _failed(self, generation: int, error: LinkError) -> None:
         if generation == self.generation:
             self._task = None  # this very task: it need not be cancelled
-            self.fail(str(error))
+            self._drop(str(error))
+            self._error = str(error)
+            self._set("failed")

@@ -2,7 +2,7 @@
 
 | route | what of vLLM's it keeps |
 |---|---|
-| POST /inference/v1/generate | token in, token out; logprobs; weight version spans; 400 for bad bodies |
+| POST /inference/v1/generate | token ids in and out, logprobs, version spans; 400 for bad bodies |
 | POST /pause?mode=, POST /resume, GET /is_paused | all modes; `abort` is the default |
 | POST /abort_requests | all, or those in `request_ids` |
 | GET /v1/models, /health, /metrics | one model; empty 200; the two series that we read |
@@ -20,11 +20,11 @@ from typing import Any, get_args
 from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
 
 from engine.fake_config import FakeSettings
 from engine.fake_core import Completion, FakeCore, PauseMode, prompt_digest
 from engine.fake_gate import wait_for_disconnect
+from engine.fake_server import Handler
 
 FIRST_VERSION = "default"  # vLLM's label of weights that nobody gave a version
 
@@ -58,18 +58,18 @@ class VllmRoutes:
         self._settings = settings
         self._phase = phase
 
-    def routes(self) -> list[Route]:
-        """For a Starlette app."""
-        return [
-            Route("/inference/v1/generate", self._generate, methods=["POST"]),
-            Route("/pause", self._pause, methods=["POST"]),
-            Route("/resume", self._resume, methods=["POST"]),
-            Route("/is_paused", self._is_paused),
-            Route("/abort_requests", self._abort_requests, methods=["POST"]),
-            Route("/v1/models", self._models),
-            Route("/health", self._health),
-            Route("/metrics", self._metrics),
-        ]
+    def table(self) -> dict[tuple[str, str], Handler]:
+        """Handlers by method and path."""
+        return {
+            ("POST", "/inference/v1/generate"): self._generate,
+            ("POST", "/pause"): self._pause,
+            ("POST", "/resume"): self._resume,
+            ("GET", "/is_paused"): self._is_paused,
+            ("POST", "/abort_requests"): self._abort_requests,
+            ("GET", "/v1/models"): self._models,
+            ("GET", "/health"): self._health,
+            ("GET", "/metrics"): self._metrics,
+        }
 
     async def _generate(self, request: Request) -> Response:
         try:
@@ -95,8 +95,8 @@ class VllmRoutes:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 return Response()  # nobody is there to read it
-            if (exc := work.exception()) is not None:
-                return vllm_error(500, str(exc))
+            if (failure := work.exception()) is not None:
+                return vllm_error(500, str(failure))
             return JSONResponse(self._answer(completion, body))
         finally:
             work.cancel()

@@ -1,4 +1,4 @@
-"""The `muster` command. Knows names and nothing else: what a command needs is imported when it runs.
+"""The `muster` command. Knows names only: what a command needs is imported when it runs.
 
     muster COMMAND @ FILE ... --section.key VALUE ...
 
@@ -124,13 +124,18 @@ def _load(name: str, command: Command, arguments: list[str]) -> tuple[Any, set[s
     from launch.settings.load import load
 
     root: type[BaseModel] = _named(command.config)
+    config: BaseModel
     try:
         if root.__name__ == "RunConfig":
             from launch.config import load_run_config
 
             config, line = load_run_config(arguments, frozenset(command.switches))
         else:
-            config, line = load(root, arguments, switches=frozenset(command.switches))
+            from launch.process_checks import check_process
+
+            config, line = load(
+                root, arguments, switches=frozenset(command.switches), check=check_process
+            )
     except ConfigError as error:
         print(error.render(f"muster {name}"), file=sys.stderr)
         return USAGE_ERROR

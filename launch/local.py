@@ -8,9 +8,7 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import os
-import re
 import secrets
 import shutil
 import subprocess
@@ -23,6 +21,7 @@ from typing import TYPE_CHECKING
 from launch.accounting import ShmLedger, settle
 from launch.local_plan import Facts, Plan, PlanError, build_plan
 from launch.local_run import LocalRun, echo_on_console, say_on_console
+from launch.machine import GPU_DEVICE, this_machine
 from launch.ports import (
     PortsExhausted,
     candidates,
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 
 _HOST = "127.0.0.1"
 _GUARDIAN_TIMEOUT_S = 10.0
-_GPU_DEVICE = re.compile(r"nvidia\d+")
 
 
 def run(config: RunConfig, dry_run: bool = False) -> int:
@@ -89,7 +87,7 @@ def _run(config: RunConfig) -> int:
         scratch = directory / launch_id
         scratch.mkdir(mode=0o700)
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
-        run_id = new_run_id(config.name)
+        run_id = config.run_id or new_run_id(config.name)
         plan = build_plan(config, _facts(config, run_id, lease.ports, scratch))
         write_plan_files(plan.output_dir, plan.files)
         ensure_model(config, output_dir, say=say_on_console)
@@ -166,9 +164,9 @@ def _allowed_ports(config: RunConfig) -> list[int]:
 
 def _num_gpus() -> int:
     """CUDA devices that this machine shows and that the installed torch can use."""
-    if "+cpu" in importlib.metadata.version("torch"):
+    if not this_machine().has_cuda:
         return 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([item for item in visible.split(",") if item.strip()])
-    return sum(1 for entry in os.scandir("/dev") if _GPU_DEVICE.fullmatch(entry.name))
+    return sum(1 for entry in os.scandir("/dev") if GPU_DEVICE.fullmatch(entry.name))

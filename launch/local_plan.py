@@ -123,7 +123,7 @@ def build_plan(config: RunConfig, facts: Facts) -> Plan:
     deployment = config.deployment
     assert deployment.engine_groups is not None
     topology = build_topology(deployment.engine_groups, facts.ports, host=facts.host)
-    engine_size = config.inference.tensor_parallel_size
+    engine_size = config.inference.tensor_parallel_size * config.inference.data_parallel_size
     num_ranks = config.trainer.num_ranks
     shares = share_gpus(facts.num_gpus, [engine_size] * len(topology.engines), num_ranks)
     relaunch = deployment.relaunch
@@ -144,7 +144,11 @@ def build_plan(config: RunConfig, facts: Facts) -> Plan:
         engines=engines,
         trainer=trainer,
         orchestrator=orchestrator,
-        files={**files, "plan.json": _summary(facts, topology, specs)},
+        files={
+            **files,
+            "run.json": config.model_dump_json(indent=1) + "\n",
+            "plan.json": _summary(facts, topology, specs),
+        },
         policy=RelaunchPolicy(
             backoff_initial_s=relaunch.backoff_initial_s,
             backoff_max_s=relaunch.backoff_max_s,

@@ -267,7 +267,7 @@ class LocalRun:
             return
         self._say(f"{number.name} again: killing everything")
         for process in self._table.running:
-            process.signal(signal.SIGKILL)
+            process.kill()
 
     async def _stop_all(self) -> None:
         """Those that write first, then those that serve. Each step is bounded."""

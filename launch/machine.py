@@ -7,7 +7,7 @@ import os
 import re
 from dataclasses import dataclass
 
-_GPU_DEVICE = re.compile(r"nvidia\d+")
+GPU_DEVICE = re.compile(r"nvidia\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,5 +23,5 @@ def this_machine() -> Machine:
         is_cpu_build = "+cpu" in importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         is_cpu_build = True
-    has_device = any(_GPU_DEVICE.fullmatch(entry.name) for entry in os.scandir("/dev"))
+    has_device = any(GPU_DEVICE.fullmatch(entry.name) for entry in os.scandir("/dev"))
     return Machine(has_cuda=has_device and not is_cpu_build)

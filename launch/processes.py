@@ -5,8 +5,9 @@ Rules
   only, and the launcher decides who stops when. It dies with the launcher (parent-death signal).
 - Its exit is reported by the kernel (pidfd), not polled for; what it leaves running is ended at
   once, by its mark (`launch.sweep`). Orphans come to the launcher (subreaper) and are reaped.
-- Stop is SIGTERM to the group, a grace, SIGKILL. A stopped (SIGSTOP) process does not see SIGTERM;
-  SIGKILL ends it all the same.
+- Stop is SIGTERM to the process, a grace, SIGKILL to its group. A process that has children ends
+  them itself, in its own order; one whose children die beside it takes that for a crash. A stopped
+  (SIGSTOP) process does not see SIGTERM; SIGKILL ends it all the same.
 - Output goes to one log file a life, which starts with what was run and when.
 
 Must be used from the main thread's event loop: the parent-death signal is bound to the thread.
@@ -118,19 +119,20 @@ class ManagedProcess:
 
     async def stop(self, grace_s: float) -> Exit:
         """SIGTERM, up to `grace_s`, SIGKILL. Fine to call on what has ended already."""
-        self.signal(signal.SIGTERM)
+        if self.exit is None:
+            os.kill(self.pid, signal.SIGTERM)
         try:
             async with asyncio.timeout(grace_s):
                 await self._ended.wait()
         except TimeoutError:
-            self.signal(signal.SIGKILL)
+            self.kill()
         async with asyncio.timeout(_KILL_TIMEOUT_S):
             return await self.wait()
 
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to its process group; nothing once the process has been reaped."""
+    def kill(self) -> None:
+        """SIGKILL to it and its process group; nothing once the process has been reaped."""
         if self.exit is None:
-            os.killpg(self.pid, number)
+            os.killpg(self.pid, signal.SIGKILL)
 
     def log_tail(self, num_lines: int) -> list[str]:
         """Last lines of its log."""

@@ -6,18 +6,21 @@ generated from them. Only config modules read the environment.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
 class Config(BaseModel):
-    """Base of every section: unknown keys are errors, values are checked also as defaults."""
+    """Base of every section: unknown keys are errors, values are checked also as defaults.
 
-    model_config = ConfigDict(extra="forbid", validate_default=True)
+    Infinity and NaN are no numbers: nothing waits without a deadline.
+    """
+
+    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class ModelConfig(Config):
@@ -40,6 +43,17 @@ class WeightBroadcastConfig(Config):
     commit_timeout_s: Seconds = Field(60.0, description="Longest time for an engine to load staged weights.")
     update_timeout_s: Seconds = Field(300.0, description="Longest time for one whole update, regroups included.")
     max_regroups: int = Field(3, ge=0, le=16, description="How often one update may rebuild its generation after a failure.")
+
+    @model_validator(mode="after")
+    def _can_work(self) -> Self:
+        phases = ("join_timeout_s", "stage_timeout_s", "pause_timeout_s", "commit_timeout_s")
+        late = [f"{name} = {getattr(self, name):g}" for name in phases if getattr(self, name) >= self.update_timeout_s]
+        wrong = [f"{', '.join(late)} must be below update_timeout_s = {self.update_timeout_s:g}"] if late else []
+        if self.host in ("0.0.0.0", "::", "*", ""):
+            wrong.append(f'host = "{self.host}" is no address that an engine can connect to; expected one of this machine')
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return self
 
 
 class WandbConfig(Config):

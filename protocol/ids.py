@@ -7,7 +7,7 @@ brings a new boot id, a spare node a new URL.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from dataclasses import dataclass
 
 _ENGINE_ID = re.compile(r"g(\d+)e(\d+)")
 
@@ -16,7 +16,8 @@ HEADER_BOOT_ID = "X-Boot-Id"
 HEADER_WEIGHT_VERSION = "X-Weight-Version"
 
 
-class Slot(NamedTuple):
+@dataclass(frozen=True, slots=True, order=True)
+class Slot:
     """Place of an engine: its group and its index inside the group (both 0-based)."""
 
     group: int

@@ -70,7 +70,9 @@ class Checkpoints:
     def save(self, learner: Learner, *, run_id: str, dtype: torch.dtype) -> Path:
         """Write the learner's version. Returns the final directory; done already: does nothing."""
         final = self.root / f"v{learner.version:06d}"
-        if self._world.share_int(int(read_manifest(final) is not None)):
+        manifest = read_manifest(final, check_hashes=True) if self._world.is_first else None
+        is_there = manifest is not None and manifest.version == learner.version
+        if self._world.share_int(int(is_there)):
             return final
         partial = self.root / f".{final.name}.partial"
         if self._world.is_first:

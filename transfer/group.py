@@ -30,7 +30,10 @@ Backend = Literal["gloo", "nccl"]
 
 _POLL_MIN_S = 0.00005
 _POLL_MAX_S = 0.002
-_DRAIN_S = 1.0  # cut operations end in milliseconds; more means the sockets could not be found
+# Gloo can lose the news of a broken connection: a send that its event loop has just picked up is
+# told of no error and waits for its timeout. So blocked calls look at the connections themselves.
+_LOOK_INTERVAL_S = 0.25
+_DRAIN_S = 0.25  # cut operations end in milliseconds; more means the sockets could not be found
 # Longest life of a generation's NCCL communicator as far as its watchdog is concerned.
 _NCCL_WATCHDOG = timedelta(days=7)
 
@@ -56,11 +59,16 @@ class Pending:
     def wait(self, deadline: float) -> None:
         """Block until done. `deadline` is a `time.monotonic()` instant. Raises TransferError."""
         pause = _POLL_MIN_S
+        next_look = time.monotonic() + _LOOK_INTERVAL_S
         while not self._work.is_completed():
             if self._group.wait_aborted(pause):
                 break
-            if time.monotonic() >= deadline:
+            now = time.monotonic()
+            if now >= deadline:
                 raise self._group.error(TransferTimeout, "deadline passed", "broadcast")
+            if now >= next_look:
+                next_look = now + _LOOK_INTERVAL_S
+                self._group.check_connections()
             pause = min(pause * 2, _POLL_MAX_S)
         self._group.raise_if_aborted("broadcast")
         try:
@@ -95,6 +103,7 @@ class TransferGroup:
         self._reason = ""
         self._lock = threading.Lock()
         self._pending: list[Pending] = []
+        self._num_connections = 0
 
     def error(self, kind: type[TransferError], detail: str, phase: str) -> TransferError:
         """An error that knows this group's generation and rank."""
@@ -113,6 +122,17 @@ class TransferGroup:
         """Raises TransferAborted with the reason given to `abort`."""
         if self._aborted.is_set():
             raise self.error(TransferAborted, self._reason, phase)
+
+    def watch_connections(self) -> None:
+        """All ranks are connected now: fewer connections than now mean a lost peer."""
+        self._num_connections = sockets.count(self._listeners)
+
+    def check_connections(self) -> None:
+        """Raises PeerLost when a connection that was there has gone."""
+        left = sockets.count(self._listeners)
+        if left < self._num_connections:
+            detail = f"{self._num_connections - left} connections are gone"
+            raise self.error(PeerLost, detail, "broadcast")
 
     def post(self, tensor: torch.Tensor, *, timeout_s: float) -> Pending:
         """Start a broadcast of a contiguous tensor on `device`; operations run in post order."""

@@ -7,9 +7,9 @@ costs the join's deadline and nothing else, and rank 0 can say which one was mis
 The blocking steps run in a thread of their own: `join` returns at the deadline or at `cancel` even
 when the backend does not, and what the thread still makes afterwards is closed by it.
 
-Keys, under `<generation>/`: `rank/<r>` listening address; `go` all addresses; `abort` reason;
-`in/<r>` connected. Without prefix: `membership`, so that a foreign generation is told apart from a
-slow one.
+Keys, under `<generation>/`: `rank/<r>` listening address; `go` all addresses; `abort` reason of
+whoever gave up; `in/<r>` connected. Without prefix: `membership`, so that a foreign generation is
+told apart from a slow one.
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ class _Attempt:
         self._lock = threading.Lock()
         self._listeners: frozenset[sockets.Address] = frozenset()
         self._keys: PrefixStore | None = None
+        self._is_registered = False
         self._group: TransferGroup | None = None
         self._error: TransferError | None = None
 
@@ -168,7 +169,7 @@ class _Attempt:
             if self._abandoned.is_set():
                 group.close()
         if self._error is not None:
-            self._tell_others(str(self._error))
+            self._tell_others(self._error)
         self.store = self._keys = None
         self.done.set()
 
@@ -225,6 +226,7 @@ class _Attempt:
         mine = json.dumps([*(address or ("", 0)), threading.get_ident()])
         if keys.compare_set(f"rank/{self.rank}", "", mine).decode() != mine:
             raise self.error(TransferMismatch, f"rank {self.rank} is taken")
+        self._is_registered = True
 
     def _wait_for_go(self, keys: PrefixStore) -> frozenset[sockets.Address]:
         """All ranks' listening addresses, once rank 0 has seen every rank."""
@@ -246,6 +248,7 @@ class _Attempt:
         group.broadcast(hello, timeout_s=self._left())
         if int(hello.item()) != self.generation:
             raise self.error(TransferMismatch, f"sender says generation {int(hello.item())}")
+        group.watch_connections()
         self.phase = "confirm"
         keys.set(f"in/{self.rank}", "1")
         if self.rank == 0:
@@ -270,8 +273,17 @@ class _Attempt:
                 detail = f"ranks {list(missing)} are missing" if per_rank else "timed out"
                 raise self.error(JoinTimeout, detail, missing)
 
-    def _tell_others(self, reason: str) -> None:
-        """Best effort: ranks that still wait need not sit out their deadline."""
-        if self._keys is not None:
-            with suppress(RuntimeError):  # the store is gone, and its clients know that already
-                self._keys.set("abort", reason)
+    def _tell_others(self, error: TransferError) -> None:
+        """Best effort: ranks that still wait need not sit out their deadline.
+
+        A rank that never registered is nobody's concern, unless it was cancelled; one that has run
+        out of time withdraws, so that rank 0 finds it missing.
+        """
+        is_ours = self._is_registered or self.rank == 0 or isinstance(error, TransferAborted)
+        if self._keys is None or not is_ours:
+            return
+        with suppress(RuntimeError):  # the store is gone, and its clients know that already
+            if isinstance(error, JoinTimeout) and self.rank > 0:
+                self._keys.delete_key(f"rank/{self.rank}")
+            else:
+                self._keys.set("abort", str(error))

@@ -54,10 +54,20 @@ def listening() -> set[Address]:
 
 def cut(listeners: frozenset[Address]) -> int:
     """Shut down every connection with an end in `listeners`; returns how many."""
-    num_cut = 0
-    for sock in _open_sockets():
+    return _visit(listeners, shut_down=True)
+
+
+def count(listeners: frozenset[Address]) -> int:
+    """Number of this process's connections with an end in `listeners`."""
+    return _visit(listeners, shut_down=False)
+
+
+def _visit(listeners: frozenset[Address], *, shut_down: bool) -> int:
+    num_found = 0
+    for sock in _open_sockets() if listeners else []:
         with sock, suppress(OSError):  # getpeername fails on a listening socket
             if {_address(sock.getsockname()), _address(sock.getpeername())} & listeners:
-                sock.shutdown(socket.SHUT_RDWR)
-                num_cut += 1
-    return num_cut
+                num_found += 1
+                if shut_down:
+                    sock.shutdown(socket.SHUT_RDWR)
+    return num_found

@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from launch.settings.errors import Problem
-from launch.settings.fields import Key, kinds, lookup
+from launch.settings.fields import Key, Kind, kinds, lookup
 from launch.settings.sources import Layer, from_text, from_texts, is_list
 
 FILE_MARK = "@"
@@ -111,7 +111,7 @@ def _add_flag(
             return used
         lists.setdefault(key, []).extend(texts)
         found.layer.put(key, from_texts(lists[key], annotation), flag)
-    elif "bool" in kinds(annotation) and not has_value and texts[:1] not in (["true"], ["false"]):
+    elif not has_value and _is_bare(kinds(annotation), texts):
         found.layer.put(key, True, flag)
         return 0
     elif not texts:
@@ -120,6 +120,13 @@ def _add_flag(
         found.layer.put(key, from_text(texts[0], annotation), flag)
         return min(used, 1)
     return used
+
+
+def _is_bare(admitted: frozenset[Kind], texts: list[str]) -> bool:
+    """Whether a flag stands alone and means true, whatever follows it."""
+    if "bool" not in admitted or texts[:1] in (["true"], ["false"]):
+        return False
+    return not texts or admitted <= {"bool", "none"}
 
 
 def _negated(root: type[BaseModel], key: Key) -> Key | None:

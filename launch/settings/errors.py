@@ -18,6 +18,7 @@ from launch.settings.fields import Key, all_keys, lookup, models, names
 _MAX_VALUE_CHARS = 60
 # Below this ratio a suggestion is noise: "wandb" for "seed" helps nobody.
 _MIN_LIKENESS = 0.6
+_MIN_SAMENESS = 0.85
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,8 @@ def nearest(word: str, words: Sequence[str]) -> str | None:
 def unknown_key_text(root: type[BaseModel], key: Key, value: object) -> str:
     """`a.b = 1: no such key` with the nearest valid key: a sibling, else one of that name."""
     text = f"{dotted(key)} = {shown(value)}: no such key"
+    if lookup(root, key) is not None:  # of another member of a union
+        return f"{text} with this `type`"
     best = _nearest_key(root, key)
     if best is not None:
         return f"{text}; did you mean `{dotted(best)}`?"
@@ -86,10 +89,7 @@ def _nearest_key(root: type[BaseModel], key: Key) -> Key | None:
     sibling = nearest(name, names(models(lookup(root, parent))))
     if sibling is not None:
         return (*parent, sibling)
-    keys = all_keys(root)
-    for candidate in keys:
-        if candidate[-1] == name:
-            return candidate
-    by_text = {dotted(candidate): candidate for candidate in keys}
-    best = nearest(dotted(key), list(by_text))
-    return None if best is None else by_text[best]
+    others = [other for other in all_keys(root) if key[: len(other)] != other]
+    # Far from where it was written: only a name that is nearly the same is meant.
+    found = difflib.get_close_matches(name, [other[-1] for other in others], 1, _MIN_SAMENESS)
+    return next((other for other in others if found and other[-1] == found[0]), None)

@@ -48,6 +48,9 @@ def kinds(annotation: Any) -> frozenset[Kind]:
 
 
 def _kinds_of(member: Any) -> Iterator[Kind]:
+    if member is Any:
+        yield from ("bool", "int", "float", "text")
+        return
     origin = typing.get_origin(member) or member
     if origin is Literal:
         for value in typing.get_args(member):
@@ -94,11 +97,40 @@ def child(candidates: Sequence[type[BaseModel]], name: str) -> Any | None:
     return annotation
 
 
+def below(annotation: Any, name: str) -> Any | None:
+    """Annotation of key `name` in a section or table; None when there is none."""
+    found = child(models(annotation), name)
+    if found is not None:
+        return found
+    for member in members(annotation):
+        if "table" in kinds(member):
+            arguments = typing.get_args(member)
+            return arguments[1] if arguments else Any
+    return None
+
+
+def item_annotation(annotation: Any) -> Any:
+    """What the items of a list may be; Any where nothing is said."""
+    arguments = [
+        argument
+        for member in members(annotation)
+        if "list" in kinds(member)
+        for argument in typing.get_args(member)
+        if argument is not Ellipsis
+    ]
+    if not arguments:
+        return Any
+    annotation = arguments[0]
+    for argument in arguments[1:]:
+        annotation = Union[annotation, argument]  # noqa: UP007  (types known at run time)
+    return annotation
+
+
 def lookup(root: type[BaseModel], key: Key) -> Any | None:
     """Annotation of `key` below `root`; None where there is no such key."""
     annotation: Any = root
     for name in key:
-        annotation = child(models(annotation), name)
+        annotation = below(annotation, name)
         if annotation is None:
             return None
     return annotation

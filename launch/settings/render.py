@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import textwrap
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import tomli_w
@@ -127,10 +127,13 @@ def help_text(root: type[BaseModel], usage: str, about: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def reference_page(root: type[BaseModel], head: str) -> str:
-    """Markdown tables of all keys of `root`, one a section."""
+def reference_page(root: type[BaseModel], head: str, skip: Callable[[Key], bool]) -> str:
+    """Markdown tables of all keys of `root` that are not skipped, one a section."""
     lines = [head.rstrip()]
-    for section, found in _by_section(root):
+    for section, all_found in _by_section(root):
+        found = [leaf for leaf in all_found if not skip(leaf.key)]
+        if not found:
+            continue
         title = f"`[{dotted(section)}]`" if section else "Top level"
         lines += ["", f"## {title}", "", _summary(root, section), ""]
         lines += ["| key | takes | default | |", "|---|---|---|---|"]
@@ -167,7 +170,6 @@ def _by_section(root: type[BaseModel]) -> list[tuple[Key, list[Leaf]]]:
     found: dict[Key, dict[Key, Leaf]] = {}
     for leaf in leaves(root):
         found.setdefault(leaf.key[:-1], {}).setdefault(leaf.key, leaf)
-    ordered = sorted(found, key=lambda section: [section[:1], len(section) > 0])
     by_root = {section[:1]: position for position, section in reversed(list(enumerate(found)))}
     ordered = sorted(found, key=lambda section: (len(section) > 0, by_root[section[:1]]))
     return [(section, list(found[section].values())) for section in ordered]

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from launch.settings.errors import Problem, nearest
-from launch.settings.fields import Key, Kind, kinds, lookup, members
+from launch.settings.fields import Key, Kind, item_annotation, kinds, lookup
 
 Tree = dict[str, Any]
 
@@ -166,14 +166,7 @@ def from_texts(texts: list[str], annotation: Any) -> Any:
     """Several texts as a list, each as an item of it."""
     if len(texts) == 1 and (texts[0][:1] == "[" or texts[0] == "none"):
         return from_text(texts[0], annotation)
-    item_kinds = frozenset(
-        kind
-        for member in members(annotation)
-        if "list" in kinds(member)
-        for argument in getattr(member, "__args__", ())
-        if argument is not Ellipsis
-        for kind in kinds(argument)
-    )
+    item_kinds = kinds(item_annotation(annotation))
     return [_scalar(text, item_kinds) for text in texts]
 
 

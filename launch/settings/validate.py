@@ -1,12 +1,12 @@
 """A tree of values to a checked config, or to the mistakes in it. Pure.
 
-Validation is strict (a text is no number, true is no number) and in JSON terms (a list is a tuple
-where one is wanted, a text is a path), since every source is a text file in the end.
+A text is no number, true is no number, 2.0 is no integer: a value of a kind that its key does not
+admit is wrapped, so that validation cannot convert it. Beyond that a list is a tuple where one is
+wanted, and a text is a path.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -14,9 +14,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from launch.settings.errors import Problem, dotted, nearest, shown, unknown_key_text
-from launch.settings.fields import Key, child, models
+from launch.settings.fields import Key, Kind, below, item_annotation, kinds, models
 
 Part = str | int
+_KINDS: dict[type, Kind] = {bool: "bool", int: "int", float: "float", str: "text"}
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 _EXPECTED = {
@@ -33,12 +34,12 @@ _EXPECTED = {
     "none": "expected nothing",
 }
 _BOUNDS = {
-    "greater_than": "expected a number above {gt}",
-    "greater_than_equal": "expected at least {ge}",
-    "less_than": "expected a number below {lt}",
-    "less_than_equal": "expected at most {le}",
+    "greater_than": "expected a number above {gt:g}",
+    "greater_than_equal": "expected at least {ge:g}",
+    "less_than": "expected a number below {lt:g}",
+    "less_than_equal": "expected at most {le:g}",
     "finite_number": "expected a finite number",
-    "multiple_of": "expected a multiple of {multiple_of}",
+    "multiple_of": "expected a multiple of {multiple_of:g}",
     "string_pattern_mismatch": "expected a text like {pattern}",
 }
 
@@ -48,9 +49,34 @@ def validate(
 ) -> ConfigT | list[Problem]:
     """Check `tree` against `root`; `origins` names who wrote each key."""
     try:
-        return root.model_validate_json(json.dumps(tree, default=str), strict=True)
+        return root.model_validate(_strict(root, tree))
     except ValidationError as error:
         return _problems(root, error.errors(include_url=False), origins)
+
+
+class _Misfit:
+    """A value of a kind that its key does not admit."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _strict(annotation: Any, value: Any) -> Any:
+    """`value` with everything wrapped that must not be converted."""
+    if annotation is None or annotation is Any:
+        return value
+    admitted = kinds(annotation)
+    if isinstance(value, Mapping):
+        return {name: _strict(below(annotation, name), item) for name, item in value.items()}
+    if isinstance(value, list):
+        if "list" not in admitted:
+            return value
+        items = item_annotation(annotation)
+        return [_strict(items, item) for item in value]
+    kind = _KINDS.get(type(value))
+    if value is None or kind in admitted or (kind == "int" and "float" in admitted):
+        return value
+    return _Misfit(value)
 
 
 def _problems(
@@ -58,21 +84,26 @@ def _problems(
 ) -> list[Problem]:
     """One problem a key: a union complains once for each of its members."""
     by_key: dict[tuple[tuple[Part, ...], str], list[str]] = {}
-    inputs: dict[tuple[Part, ...], Any] = {}
     for detail in details:
         key = real_key(root, detail["loc"])
         if detail["type"] == "union_tag_invalid" or detail["type"] == "union_tag_not_found":
             key = (*key, "type")
         where = _where(key, origins)
         texts = by_key.setdefault((key, where), [])
-        inputs.setdefault(key, detail["input"])
         text = _text(root, key, detail)
         if text not in texts:
             texts.append(text)
     return [
         Problem(where, texts[0] if len(texts) == 1 else _joined(texts))
-        for (_, where), texts in by_key.items()
+        for (key, where), texts in by_key.items()
+        if not any(_is_inside(other, key) for other, _ in by_key)
     ]
+
+
+def _is_inside(key: tuple[Part, ...], outer: tuple[Part, ...]) -> bool:
+    """Whether `key` is an item of the list at `outer`: of a union the nearer complaint counts."""
+    inner = key[len(outer) : len(outer) + 1]
+    return key[: len(outer)] == outer and bool(inner) and isinstance(inner[0], int)
 
 
 def real_key(root: type[BaseModel], loc: tuple[Part, ...]) -> tuple[Part, ...]:
@@ -83,15 +114,13 @@ def real_key(root: type[BaseModel], loc: tuple[Part, ...]) -> tuple[Part, ...]:
         if isinstance(part, int):
             key.append(part)
             continue
-        below = child(models(annotation), part) if annotation is not None else None
-        if below is not None:
+        found = None if annotation is None else below(annotation, part)
+        if found is not None:
             key.append(part)
-            annotation = below
+            annotation = found
         elif models(annotation) and not _is_tag(annotation, part):
             key.append(part)  # a key that does not exist
             annotation = None
-        elif annotation is not None and "dict" in repr(annotation).lower():
-            key.append(part)
     return tuple(key)
 
 
@@ -116,13 +145,14 @@ def _where(key: tuple[Part, ...], origins: Mapping[Key, str]) -> str:
     for length in range(len(path), 0, -1):
         if path[:length] in origins:
             return origins[path[:length]]
-    return ", ".join(
-        dict.fromkeys(where for written, where in origins.items() if written[: len(path)] == path)
-    )
+    inside = [where for written, where in origins.items() if written[: len(path)] == path]
+    if not inside and len(path) > 1:  # a key that is missing from a section
+        return _where(path[:-1], origins)
+    return ", ".join(dict.fromkeys(inside))
 
 
 def _text(root: type[BaseModel], key: tuple[Part, ...], detail: ErrorDetails) -> str:
-    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    kind, value, context = detail["type"], _unwrapped(detail["input"]), detail.get("ctx", {})
     path = tuple(part for part in key if isinstance(part, str))
     if kind == "extra_forbidden":
         return unknown_key_text(root, path, value)
@@ -149,6 +179,14 @@ def _text(root: type[BaseModel], key: tuple[Part, ...], detail: ErrorDetails) ->
     if expected is not None and kind.endswith(("_type", "_parsing", "_from_float")):
         return f"{head}: {expected}"
     return f"{head}: {detail['msg'][:1].lower()}{detail['msg'][1:]}"
+
+
+def _unwrapped(value: Any) -> Any:
+    if isinstance(value, _Misfit):
+        return value.value
+    if isinstance(value, list):
+        return [_unwrapped(item) for item in value]
+    return value
 
 
 def _choice(head: str, value: object, words: list[str]) -> str:

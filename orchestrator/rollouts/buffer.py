@@ -44,7 +44,7 @@ class GroupBuffer:
             raise ValueError(f"group_size must be positive, not {group_size}")
         self._group_size = group_size
         self._groups: dict[int, _Group] = {}
-        self._seen: set[int] = set()
+        self._newest_group = -1
         self._added = 0
         self._consumed = 0
         self._dropped: dict[DropReason, int] = {}
@@ -69,22 +69,22 @@ class GroupBuffer:
         return prompt_group in self._groups
 
     def open_group(self, prompt_group: int) -> None:
-        """Expect rollouts of `prompt_group`. A number is used once."""
-        if prompt_group in self._groups:
-            raise ValueError(f"prompt group {prompt_group} is already open")
+        """Expect rollouts of `prompt_group`. Numbers grow, so that none is used twice."""
+        if prompt_group <= self._newest_group:
+            raise ValueError(f"prompt group {prompt_group} after group {self._newest_group}")
+        self._newest_group = prompt_group
         self._groups[prompt_group] = _Group()
 
     def add(self, rollout: Rollout) -> bool:
         """Take in a finished rollout; True when it completes its group.
 
         A rollout whose group is gone is dropped as `group_failed`, one too many as `surplus`. The
-        same rollout id twice is a programmer's error.
+        same rollout twice is a programmer's error.
         """
-        if rollout.rollout_id in self._seen:
-            raise ValueError(f"rollout {rollout.rollout_id} was added twice")
-        self._seen.add(rollout.rollout_id)
-        self._added += 1
         group = self._groups.get(rollout.prompt_group)
+        if group is not None and any(r.rollout_id == rollout.rollout_id for r in group.rollouts):
+            raise ValueError(f"rollout {rollout.rollout_id} was added twice")
+        self._added += 1
         if group is None:
             self._count("group_failed")
             return False

@@ -6,6 +6,7 @@ Timeouts nest: one attempt (`request_timeout_s`) < one rollout with all its retr
 
 from __future__ import annotations
 
+import itertools
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -81,7 +82,7 @@ class RolloutsConfig(Config):
     @model_validator(mode="after")
     def _timeouts_nest(self) -> Self:
         order = ("request_timeout_s", "rollout_timeout_s", "batch_timeout_s")
-        for inner, outer in zip(order, order[1:], strict=False):
+        for inner, outer in itertools.pairwise(order):
             if getattr(self, inner) >= getattr(self, outer):
                 raise ValueError(
                     f"{inner} ({getattr(self, inner):g}) must be below "

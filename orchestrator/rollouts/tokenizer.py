@@ -54,6 +54,17 @@ class PromptTokenizer:
         )
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of plain text: no template, nothing added."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def token_id(self, token: str) -> int:
+        """Id of one token by its exact name. Raises TokenizerError when there is none."""
+        found = self._tokenizer.token_to_id(token)
+        if found is None:
+            raise TokenizerError(f"the tokenizer has no token {token!r}")
+        return int(found)
+
     def decode(self, token_ids: list[int]) -> str:
         """Text of a completion, special tokens left out."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))

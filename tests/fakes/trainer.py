@@ -9,8 +9,10 @@ they act, phases (`join`, `send`, `train`) fail inside.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
+import os
 import secrets
 import threading
 import time
@@ -139,12 +141,14 @@ class FakeTrainer:
         transfer: TransferMode = "none",
         num_bytes: int = 0,
         step_s: float = 0.0,
+        is_free_running: bool = False,
         host: str = "127.0.0.1",
     ) -> None:
         self.run_id = run_id
         self.boot = secrets.token_hex(4)
         self.plan = FaultPlan()
         self.step_s = step_s
+        self.is_free_running = is_free_running  # steps need no batch: versions follow one another
         self.batches: list[TrainBatch] = []
         self.finished: list[FinishRequest] = []
         self.sent: list[tuple[int, int]] = []  # (generation, version)
@@ -215,17 +219,17 @@ class FakeTrainer:
 
     def app(self) -> Starlette:
         """The routes of the contract, and `/fault`."""
-        post = {
-            "/transfer/open": (OpenRequest, self._open),
-            "/transfer/join": (JoinRequest, self._join),
-            "/transfer/send": (SendRequest, self._send),
-            "/transfer/abort": (AbortRequest, self._abort_route),
-            "/finish": (FinishRequest, self._finish),
-            "/fault": (FaultOrder, self._fault),
+        bodies = {
+            "/transfer/open": _json_body(OpenRequest, self._open),
+            "/transfer/join": _json_body(JoinRequest, self._join),
+            "/transfer/send": _json_body(SendRequest, self._send),
+            "/transfer/abort": _json_body(AbortRequest, self._abort_route),
+            "/finish": _json_body(FinishRequest, self._finish),
+            "/fault": _json_body(FaultOrder, self._fault),
         }
         routes = [
-            Route(path, self._guarded(_json_body(model, handler)), methods=["POST"])
-            for path, (model, handler) in post.items()
+            Route(path, self._guarded(handler), methods=["POST"])
+            for path, handler in bodies.items()
         ]
         routes += [
             Route("/status", self._guarded(self._status_route)),
@@ -295,6 +299,8 @@ class FakeTrainer:
             raise _Refused(409, f"version {request.version} is not published: {self.published}")
         self.finished.append(request)
         self._set("waiting_batch")
+        if self.is_free_running:
+            self._queue = [TrainBatch(run_id=self.run_id, step=self._next_step, samples=[])]
         self._start_step()
 
     async def _batch(self, request: Request) -> Response:
@@ -427,3 +433,34 @@ def train_batches(run_id: str) -> Iterator[TrainBatch]:
     while True:
         yield TrainBatch(run_id=run_id, step=step, samples=[])
         step += 1
+
+
+async def _serve(args: argparse.Namespace) -> None:
+    token = os.environ["MUSTER_ADMIN_TOKEN"]
+    trainer = FakeTrainer(
+        run_id=args.run_id,
+        admin_token=token,
+        transfer=args.transfer,
+        num_bytes=args.num_bytes,
+        step_s=args.step_s,
+        is_free_running=args.free_running,
+    )
+    async with trainer.serve(args.port):
+        print(trainer.url, flush=True)
+        await asyncio.Event().wait()
+
+
+def main() -> None:
+    """`MUSTER_ADMIN_TOKEN=... python -m tests.fakes.trainer`: prints its URL, serves on."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fakes.trainer")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--run-id", default="run")
+    parser.add_argument("--transfer", choices=["none", "gloo"], default="none")
+    parser.add_argument("--num-bytes", type=int, default=0)
+    parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--free-running", action="store_true")
+    asyncio.run(_serve(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -143,7 +143,7 @@ def test_stop_kills_what_ignores_sigterm(tmp_path: Path) -> None:
 def test_stop_ends_a_process_that_is_stopped(tmp_path: Path) -> None:
     async def work(table: ProcessTable) -> None:
         process = table.start(_spec(tmp_path, _SLEEP), 0)
-        process.signal(signal.SIGSTOP)
+        os.kill(process.pid, signal.SIGSTOP)
         await asyncio.to_thread(os.waitid, os.P_PID, process.pid, os.WSTOPPED)
         assert await process.stop(0.05) == Exit(None, signal.SIGKILL)
 

@@ -7,11 +7,12 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import PrefixStore
 
 from tests.ranks import joined, outcomes, start_join
 from transfer.errors import (
@@ -53,7 +54,9 @@ def test_rank_0_sends_to_all(pool: ThreadPoolExecutor) -> None:
 def test_missing_rank_is_named(pool: ThreadPoolExecutor, absent: int) -> None:
     rendezvous = listen("127.0.0.1")
     futures = [
-        start_join(pool, rendezvous, rank, 3, timeout_s=0.5) for rank in range(3) if rank != absent
+        start_join(pool, rendezvous, rank, 3, timeout_s=0.5 if rank == 0 else 1.0)
+        for rank in range(3)
+        if rank != absent
     ]
     errors = [future.exception(PROMPT_S) for future in futures]
     if absent:
@@ -67,11 +70,24 @@ def test_missing_rank_is_named(pool: ThreadPoolExecutor, absent: int) -> None:
     rendezvous.close()
 
 
+def test_rank_that_gave_up_is_named_as_missing(pool: ThreadPoolExecutor) -> None:
+    rendezvous = listen("127.0.0.1")
+    sender = start_join(pool, rendezvous, 0, 3, timeout_s=1.0)
+    impatient = start_join(pool, rendezvous, 1, 3, timeout_s=0.3)
+    assert isinstance(impatient.exception(PROMPT_S), JoinTimeout)
+    error = sender.exception(PROMPT_S)
+    assert isinstance(error, JoinTimeout)
+    assert error.missing == (1, 2)
+    rendezvous.close()
+
+
 def test_cancel_frees_a_join_and_tells_the_others(pool: ThreadPoolExecutor) -> None:
     rendezvous = listen("127.0.0.1")
     cancel = threading.Event()
     first = start_join(pool, rendezvous, 0, 3, timeout_s=30)
     second = start_join(pool, rendezvous, 1, 3, timeout_s=30, cancel=cancel)
+    assert rendezvous.store is not None
+    PrefixStore("1", rendezvous.store).wait(["rank/1"])
     cancel.set()
     assert isinstance(second.exception(PROMPT_S), TransferAborted)
     assert isinstance(first.exception(PROMPT_S), TransferAborted)
@@ -86,10 +102,17 @@ def test_foreign_generation_world_size_and_rank_are_refused(pool: ThreadPoolExec
             pool, rendezvous, rank, world_size, generation=generation, timeout_s=30
         ).exception(PROMPT_S)
         assert isinstance(error, TransferMismatch)
-        assert f"sender has [generation, world size, backend] [5, 3, {'"gloo"'}]" in str(error)
-    taken = start_join(pool, rendezvous, 0, 3, generation=5, timeout_s=30)
-    assert isinstance(taken.exception(PROMPT_S), TransferMismatch)
-    assert isinstance(sender.exception(PROMPT_S), TransferAborted)  # a bug: the join is over
+        assert 'sender has [generation, world size, backend] [5, 3, "gloo"]' in str(error)
+    first = start_join(pool, rendezvous, 1, 3, generation=5, timeout_s=30)
+    again = start_join(pool, rendezvous, 1, 3, generation=5, timeout_s=30)
+    done, _ = wait([first, again], PROMPT_S, FIRST_COMPLETED)
+    refused = done.pop()
+    assert isinstance(refused.exception(), TransferMismatch)
+    assert "rank 1 is taken" in str(refused.exception())
+    last = start_join(pool, rendezvous, 2, 3, generation=5, timeout_s=30)
+    kept = again if refused is first else first
+    for future in (sender, kept, last):  # the generation itself is not disturbed
+        future.result(PROMPT_S).close()
     rendezvous.close()
 
 
@@ -108,9 +131,7 @@ def test_abort_frees_every_blocked_rank(
     groups = joined(pool, 3)
     # More than the sockets buffer, so that the sender blocks too.
     tensors = [torch.ones(4 << 20) for _ in groups]
-    futures = [
-        pool.submit(groups[rank].broadcast, tensors[rank], timeout_s=60) for rank in blocked
-    ]
+    futures = [pool.submit(groups[rank].broadcast, tensors[rank], timeout_s=60) for rank in blocked]
     groups[aborting].abort("test says so")
     for rank, future in zip(blocked, futures, strict=True):
         error = future.exception(PROMPT_S)

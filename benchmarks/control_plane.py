@@ -1,0 +1,258 @@
+"""One weight update over 128 fake engines: what the AdminPlane itself costs, phase by phase.
+
+    python benchmarks/control_plane.py --rounds 20 --updates 5
+
+The plane under test is the real one: core, runtime, journal, drivers, probes and lease renewals,
+in this process. Engines (groups of 16, 16, 16, 16 and 64) and trainer are fakes in two other
+processes; they answer over HTTP at once and move zero bytes, so only control work is left. Each
+round begins with restarted engines and an empty plane, and gives one `full` update (open, join,
+stage, pause, commit, verify, admit, resume, finish) and then `stable` ones, whose membership has
+not changed (no open, join and admit: the generation lives on, leases are renewed by probes). Times
+are the plane's own, of its journalled UpdateEnded. Goal: p50 of the whole update below 0.2 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from engine.fake_fleet import slots_of_sizes
+from orchestrator.drivers.admin_http import AdminHttp
+from orchestrator.drivers.engines import EngineDriver
+from orchestrator.drivers.journal import Journal
+from orchestrator.drivers.prober import Prober
+from orchestrator.drivers.runtime import Drivers, Notice, Runtime
+from orchestrator.drivers.trainer import TrainerLink
+from orchestrator.plane.commands import Fail, UpdateEnded
+from orchestrator.plane.core import PlaneCore
+from orchestrator.plane.health import ProbeSettings
+from orchestrator.plane.state import PlaneSettings
+from protocol.ids import Slot
+
+ROOT = Path(__file__).resolve().parent.parent
+GROUP_SIZES = (16, 16, 16, 16, 64)
+GOAL_S = 0.2
+RUN_ID = "bench"
+LEASE_S = 15.0
+_ROUND_TIMEOUT_S = 60.0
+_NOTHING_S = 1e-4  # a phase that was entered and had nothing to do
+_PHASES = ("open", "join", "stage", "pause", "commit", "verify", "admit", "resume", "finish")
+
+
+@contextlib.contextmanager
+def fake_process(args: Sequence[str], token: str) -> Iterator[Callable[[], str]]:
+    """A fake in a process of its own; yields a reader of the lines that it prints."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *args],
+        cwd=ROOT,
+        env={**os.environ, "MUSTER_ADMIN_TOKEN": token},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    stdout = process.stdout
+
+    def read_line() -> str:
+        line = stdout.readline().strip()
+        if not line:
+            raise RuntimeError(f"{args[0]} did not start")
+        return line
+
+    try:
+        yield read_line
+    finally:
+        process.terminate()
+        process.wait(10)
+        stdout.close()
+
+
+class Plane:
+    """The AdminPlane as the orchestrator runs it, without a router; collects finished updates."""
+
+    def __init__(self, urls: dict[Slot, str], trainer_url: str, token: str, journal: Path) -> None:
+        self._urls = urls
+        self._trainer_url = trainer_url
+        self._token = token
+        self._journal = journal
+        self._ended: asyncio.Queue[UpdateEnded | Fail] = asyncio.Queue()
+
+    async def updates(self) -> AsyncGenerator[UpdateEnded, None]:
+        """Updates as they finish. Raises RuntimeError when one fails."""
+        settings = PlaneSettings(startup_timeout_s=30.0)
+        groups = [slot.group for slot in self._urls]
+        core = PlaneCore(settings, list(self._urls.values()), groups, time.monotonic())
+        journal = Journal(self._journal, time.time)
+        runtime = Runtime(core, journal, time.monotonic, self._notice)
+        async with (
+            AdminHttp(self._token, 5.0) as http,
+            TrainerLink(
+                self._trainer_url,
+                self._token,
+                time.monotonic,
+                on_ready=runtime.post,
+                on_step=lambda _step: None,
+            ) as trainer,
+        ):
+            engines = EngineDriver(http, self._urls.__getitem__, time.monotonic, lease_s=LEASE_S)
+            prober = Prober(
+                engines,
+                ProbeSettings(),
+                time.monotonic,
+                runtime.post,
+                run_id=RUN_ID,
+                timeout_s=5.0,
+            )
+            loops = [
+                asyncio.create_task(work)
+                for work in (
+                    runtime.run(Drivers(engines, prober, trainer, None, None)),
+                    prober.run(),
+                    trainer.watch(),
+                )
+            ]
+            try:
+                while True:
+                    yield await self._next(loops)
+            finally:
+                for loop in loops:
+                    loop.cancel()
+                await asyncio.wait(loops)
+                journal.close()
+
+    def _notice(self, notice: Notice) -> None:
+        if isinstance(notice, UpdateEnded | Fail):
+            self._ended.put_nowait(notice)
+
+    async def _next(self, loops: list[asyncio.Task[None]]) -> UpdateEnded:
+        ended = asyncio.create_task(self._ended.get())
+        await asyncio.wait([ended, *loops], return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done():
+            ended.cancel()
+            for loop in loops:
+                if loop.done():
+                    loop.result()
+            raise RuntimeError("a loop of the plane ended")
+        update = ended.result()
+        if isinstance(update, Fail) or update.outcome != "finished":
+            raise RuntimeError(f"an update failed: {update.reason}")
+        return update
+
+
+async def one_round(
+    urls: dict[Slot, str], trainer_url: str, token: str, journal: Path, num_updates: int
+) -> list[UpdateEnded]:
+    """Restart all engines, then one full update and `num_updates` stable ones."""
+    async with AdminHttp(token, 5.0) as http:
+        for url in urls.values():
+            await http.call("POST", f"{url}/fault", {"restart": True}, timeout_s=5.0)
+    updates: list[UpdateEnded] = []
+    plane = Plane(urls, trainer_url, token, journal)
+    async with asyncio.timeout(_ROUND_TIMEOUT_S):
+        async with contextlib.aclosing(plane.updates()) as ended:
+            async for update in ended:
+                assert len(update.members) == len(urls), update
+                updates.append(update)
+                if len(updates) > num_updates:
+                    break
+    return updates
+
+
+def measure(args: argparse.Namespace) -> dict[str, list[UpdateEnded]]:
+    """All rounds; updates by kind."""
+    token = secrets.token_hex(16)
+    slots = slots_of_sizes(args.group_sizes)
+    sizes = [str(size) for size in args.group_sizes]
+    found: dict[str, list[UpdateEnded]] = {"full": [], "stable": []}
+    fleet_args = ["engine.fake", "--run-id", RUN_ID, "--group-sizes", *sizes]
+    trainer_args = ["tests.fakes.trainer", "--run-id", RUN_ID, "--free-running"]
+    trainer_args += ["--step-s", str(args.step_s)]
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        fake_process(fleet_args, token) as fleet,
+        asyncio.Runner(loop_factory=loop_factory(args.loop)) as runner,
+    ):
+        urls = {slot: fleet() for slot in slots}
+        for number in range(args.rounds):
+            journal = Path(directory) / f"round-{number}.jsonl"
+            with fake_process(trainer_args, token) as trainer:
+                updates = runner.run(one_round(urls, trainer(), token, journal, args.updates))
+            found["full"].append(updates[0])
+            found["stable"] += updates[1:]
+    return found
+
+
+def loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """The event loop of the plane's process; `auto`: uvloop where it is installed."""
+    if name == "asyncio":
+        return None
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        if name == "uvloop":
+            raise
+        return None
+    return new_event_loop
+
+
+def percentiles(values: Sequence[float]) -> tuple[float, float]:
+    """(p50, p95)."""
+    ordered = sorted(values)
+    return statistics.median(ordered), ordered[min(int(len(ordered) * 0.95), len(ordered) - 1)]
+
+
+def summarise(updates: Sequence[UpdateEnded]) -> dict[str, tuple[float, float]]:
+    """(p50, p95) in seconds of the whole update and of each phase that took part."""
+    rows = {"whole": percentiles([sum(dict(u.phase_s).values()) for u in updates])}
+    for phase in _PHASES:
+        values = [
+            dict(update.phase_s)[phase] for update in updates if phase in dict(update.phase_s)
+        ]
+        if values:
+            rows[phase] = percentiles(values)
+    return rows
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Flags."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20, help="full updates to measure")
+    parser.add_argument("--updates", type=int, default=5, help="stable updates in each round")
+    parser.add_argument("--group-sizes", type=int, nargs="+", default=list(GROUP_SIZES))
+    parser.add_argument("--step-s", type=float, default=0.1, help="trainer's pause between updates")
+    parser.add_argument("--loop", choices=["auto", "uvloop", "asyncio"], default="auto")
+    parser.add_argument("--json", type=Path, help="write all numbers there")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Measure and print."""
+    args = parse()
+    found = measure(args)
+    tables = {kind: summarise(updates) for kind, updates in found.items() if updates}
+    num_engines = sum(args.group_sizes)
+    print(f"{num_engines} fake engines in groups of {args.group_sizes}, zero bytes; ms")
+    for kind, rows in tables.items():
+        print(f"\n{kind} update, {len(found[kind])} samples\n{'phase':>8} {'p50':>8} {'p95':>8}")
+        for phase, (p50, p95) in rows.items():
+            print(f"{phase:>8} {p50 * 1e3:8.1f} {p95 * 1e3:8.1f}")
+        verdict = "met" if rows["whole"][0] < GOAL_S else "missed"
+        print(f"goal p50 < {GOAL_S * 1e3:.0f} ms: {verdict}")
+    if args.json:
+        args.json.write_text(json.dumps({"group_sizes": args.group_sizes, "tables": tables}))
+
+
+if __name__ == "__main__":
+    main()

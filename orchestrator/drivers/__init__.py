@@ -1,0 +1,1 @@
+"""Async I/O that feeds the plane and carries out its commands."""

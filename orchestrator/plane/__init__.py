@@ -1,0 +1,1 @@
+"""PURE decision core of the AdminPlane: events in, commands out."""
