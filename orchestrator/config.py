@@ -178,10 +178,6 @@ class GroupsConfig(Config):
     min_serving_groups: int = Field(
         1, ge=1, description="With fewer admitted groups dispatch stops and the trainer waits."
     )
-    startup_wait_s: Seconds = Field(
-        60.0,
-        description="Once the first group answers, the first update waits so long for the others.",
-    )
     no_capacity_timeout_s: Seconds = Field(
         600.0, description="Longest time without enough groups; then the run fails."
     )

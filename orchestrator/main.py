@@ -176,7 +176,7 @@ class _Api(uvicorn.Server):
     """Leaves the signals to the run."""
 
     @contextlib.contextmanager
-    def capture_signals(self):  # type: ignore[no-untyped-def]  # noqa: ANN201
+    def capture_signals(self):  # type: ignore[no-untyped-def]
         """Nothing to capture."""
         yield
 
@@ -199,6 +199,8 @@ def plane_settings(config: OrchestratorConfig) -> PlaneSettings:
         quarantine_s=groups.quarantine_s,
         min_serving_groups=groups.min_serving_groups,
         no_capacity_timeout_s=groups.no_capacity_timeout_s,
+        retry_wait_s=config.update_retry.wait_s,
+        retry_wait_max_s=config.update_retry.wait_max_s,
         has_launcher=config.has_launcher,
     )
 

@@ -1,8 +1,8 @@
 """HTTP to engines' admin routes.
 
-aiohttp, not httpx: an update over 128 engines is about 900 requests, and httpx alone needs twice the
-time that the whole update may take. Idle connections are dropped before a server would drop them
-(uvicorn: 5 s), so that a request is never lost to a closing connection and never sent twice.
+aiohttp, not httpx: an update over 128 engines is about 900 requests, and httpx alone needs twice
+the time that the whole update may take. Idle connections are dropped before a server would drop
+them (uvicorn: 5 s), so that a request is never lost to a closing connection and never sent twice.
 """
 
 from __future__ import annotations

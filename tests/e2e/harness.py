@@ -44,6 +44,8 @@ class MusterRun:
     process: subprocess.Popen[bytes]
     console: Path
     samples: list[RouterSample] = field(default_factory=list)
+    _journal: list[dict[str, Any]] = field(default_factory=list)
+    _journal_bytes: int = 0
     _client: httpx.Client = field(
         default_factory=lambda: httpx.Client(timeout=2.0, trust_env=False)
     )
@@ -70,10 +72,28 @@ class MusterRun:
     def journal(self) -> list[dict[str, Any]]:
         """All complete lines of the orchestrator's journal so far."""
         path = self.output_dir / "journal.jsonl"
-        if not path.exists():
-            return []
-        text = path.read_text()
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(self._journal_bytes)
+                text = file.read()
+            end = text.rfind(b"\n") + 1
+            self._journal_bytes += end
+            self._journal += [json.loads(line) for line in text[:end].splitlines()]
+        return self._journal
+
+    def commands(self, kind: str) -> list[dict[str, Any]]:
+        """Commands of one type in the journal, each with the `time` of its line."""
+        return [
+            {**command, "time": line["time"]}
+            for line in self.journal()
+            for command in line["commands"]
+            if command["type"] == kind
+        ]
+
+    def version(self) -> int:
+        """Policy version in service; -1 before the first."""
+        finished = [c["version"] for c in self.commands("UpdateEnded") if _is_finished(c)]
+        return max(finished, default=-1)
 
     def follow_journal(self, timeout_s: float) -> Iterator[dict[str, Any]]:
         """Lines that are written from now on, within a millisecond or so of their writing."""
@@ -152,11 +172,9 @@ class MusterRun:
             time.sleep(_LOOK_INTERVAL_S)
         raise AssertionError(f"not within {timeout_s:g} s: {what}{self.report()}")
 
-    def signal_engine(self, engine_id: str, number: signal.Signals) -> float:
-        """Send a signal to the process of an engine; returns when (time.time())."""
-        pid = self.processes()[f"engine-{engine_id}"]["pid"]
-        os.kill(pid, number)
-        return time.time()
+    def pid(self, engine_id: str) -> int:
+        """Process of an engine's API server."""
+        return int(self.processes()[f"engine-{engine_id}"]["pid"])
 
     def finish(self, timeout_s: float) -> int:
         """Wait for the run's own end; returns its exit code."""
@@ -209,6 +227,19 @@ class MusterRun:
             lines = path.read_text(errors="replace").splitlines()[-12:]
             parts.append(f"\n--- {path.name}\n" + "\n".join(lines))
         return "".join(parts)
+
+
+def _is_finished(update: dict[str, Any]) -> bool:
+    return bool(update["outcome"] == "finished")
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
 
 
 @contextmanager

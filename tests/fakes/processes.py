@@ -83,7 +83,9 @@ def fake_engine_processes(
 
 
 @contextlib.contextmanager
-def router_process(*, log_dir: Path, port: int | None = None) -> Iterator[RouterProcess]:
+def router_process(
+    *, log_dir: Path, port: int | None = None, args: Sequence[str] = ()
+) -> Iterator[RouterProcess]:
     """An empty vllm-router that answers; health checks each second on `/ready`."""
     port = port or free_port()
     url = f"http://127.0.0.1:{port}"
@@ -108,7 +110,7 @@ def router_process(*, log_dir: Path, port: int | None = None) -> Iterator[Router
         "--log-level": "warning",
     }
     command = [str(Path(sys.executable).with_name("vllm-router"))]
-    command += [str(part) for pair in flags.items() for part in pair]
+    command += [*(str(part) for pair in flags.items() for part in pair), *args]
     with _running(command, log, admin_token="") as process:
         router = RouterProcess(url, process, log)
         deadline = time.monotonic() + START_TIMEOUT_S
