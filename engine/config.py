@@ -78,7 +78,7 @@ class InferenceConfig(Config):
         None, ge=1, description="CPU threads of the engine core. Empty: 1 on a CPU."
     )
     max_lease_s: Seconds = Field(
-        30.0,
+        60.0,
         description="Longest time that an engine serves without hearing from its admin plane, "
         "whatever lease it was given.",
     )

@@ -29,9 +29,10 @@ def load_staged(
     """Load checkpoint-named `tensors`; returns how many. Raises LoadMismatch when some parameter of
     the model is not covered, and whatever the model's loader raises."""
     seen: list[str] = []
+    # Before the reload: it gives tied parameters a name each, and they come once.
+    expected = {name for name, _ in model.named_parameters()}
     initialize_layerwise_reload(model)
     try:
-        expected = {name for name, _ in model.named_parameters()}
         loaded = model.load_weights(_noting(tensors, seen))
         _check_complete(expected, loaded, is_quantized=model_config.quantization is not None)
     except BaseException:

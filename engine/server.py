@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import socket
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from engine.config import EngineConfig, EngineSecrets
 from engine.core_link import CoreLink
 from engine.counters import TokenCounter
 from engine.gate import Gatekeeper
+from engine.parent_death import die_with_parent
 from engine.vllm_control import VllmControl
 from engine.vllm_settings import Machine, starts_by_fork, vllm_argv
 
@@ -47,19 +49,27 @@ async def serve(config: EngineConfig, tokens: EngineSecrets, machine: Machine) -
     """Serve until SIGTERM or SIGINT, or until the engine core is gone."""
     signal.signal(signal.SIGTERM, _interrupt)  # until vLLM's server puts its own in place
     args = parse_arguments(vllm_argv(config, machine))
-    address, sock = setup_server(args, reuse_port=False)
+    check_address(config.host, config.port)
     counter = TokenCounter()
+    llm = make_engine(args, counter, by_fork=starts_by_fork(config, machine))
+    # Only now: a core that is forked with the socket would keep the port when we are gone.
+    address, sock = setup_server(args, reuse_port=False)
     try:
-        llm = make_engine(args, counter, by_fork=starts_by_fork(config, machine))
-        try:
-            await llm.reset_mm_cache()
-            args.muster = make_served(config, tokens, llm, counter)
-            shutdown = await build_and_serve(llm, address, sock, args)
-        finally:
-            llm.shutdown(timeout=llm.vllm_config.shutdown_timeout)
-        await shutdown
+        await llm.reset_mm_cache()
+        args.muster = make_served(config, tokens, llm, counter)
+        shutdown = await build_and_serve(llm, address, sock, args)
     finally:
+        llm.shutdown(timeout=llm.vllm_config.shutdown_timeout)
         sock.close()
+    await shutdown
+
+
+def check_address(host: str, port: int) -> None:
+    """Fail early. Raises OSError when somebody else has the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
 
 
 def parse_arguments(argv: list[str]) -> Any:
@@ -76,6 +86,7 @@ def make_engine(args: Any, counter: TokenCounter, *, by_fork: bool) -> AsyncLLM:
     if by_fork:
         # vLLM asks for `spawn` on CPUs because of thread pinning, which we do not use.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        os.register_at_fork(after_in_child=die_with_parent)
     return AsyncLLM.from_vllm_config(
         vllm_config=vllm_config,
         usage_context=UsageContext.OPENAI_API_SERVER,

@@ -64,6 +64,11 @@ def vllm_environment(config: EngineConfig, machine: Machine) -> dict[str, str]:
     if machine.is_cpu:
         # Engines share the cores of this machine: do not pin them all to the same ones.
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        # vLLM compiles a helper of its sampler at the first request that asks for logprobs: up to
+        # half a minute of C++ compiler, in which the core does not answer.
+        env["TORCHDYNAMO_DISABLE"] = "1"
+    if starts_by_fork(config, machine):
+        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or else the worker is a third process
     return env
 
 
@@ -88,12 +93,13 @@ def vllm_argv(config: EngineConfig, machine: Machine) -> list[str]:
         "worker-extension-cls": "engine.weight_transfer.WorkerExtension",
         "disable-uvicorn-access-log": True,  # the router asks each second
         "uvicorn-log-level": "warning",
+        "enable-scale-out": True,  # token in, token out: /inference/v1/generate
         "disable-fastapi-docs": True,
     }
     prefix_caching = "enable" if inference.enable_prefix_caching else "no-enable"
     options[f"{prefix_caching}-prefix-caching"] = True
-    if machine.is_cpu and inference.tensor_parallel_size == 1:
-        options["distributed-executor-backend"] = "uni"  # one process less
+    if starts_by_fork(config, machine):
+        options["distributed-executor-backend"] = "uni"  # the worker lives in the core
     return _flags({**options, **inference.extra_args})
 
 

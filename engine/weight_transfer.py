@@ -20,7 +20,6 @@ from pydantic import Field
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from engine.load import load_staged
-from engine.parent_death import die_with_parent
 from engine.receiver import Receiver
 from protocol.engine_api import Body, InitInfo, UpdateInfo
 
@@ -52,7 +51,6 @@ class MusterWeightTransferEngine(WeightTransferEngine[InitInfo, CommitInfo]):  #
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        die_with_parent()
         backend: Backend = "nccl" if device.type == "cuda" else "gloo"
         self.receiver = Receiver(
             backend=backend, device=device if backend == "nccl" else torch.device("cpu")

@@ -21,6 +21,7 @@ import asyncio
 import json
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ _ORCHESTRATOR_FINISH_S = 120.0
 _UP_TIMEOUT_S = 2.0
 _LEDGER_INTERVAL_S = 10.0
 _OUTPUT_DRAIN_S = 2.0
+_NUM_SHOWN_LINES = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class LocalRun:
         self._say = say
         self._echo = echo
         self._singles: list[ManagedProcess] = []
+        self._shown: deque[str] = deque(maxlen=_NUM_SHOWN_LINES)
 
     async def main(self) -> int:
         """Run to the end; returns the exit code. No process of the run is left afterwards."""
@@ -174,7 +177,7 @@ class LocalRun:
     async def _keep_single(self, spec: ProcessSpec) -> None:
         """Run the trainer or the orchestrator; its end decides the run."""
         try:
-            process = self._table.start(spec, 0, on_output=self._echo)
+            process = self._table.start(spec, 0, on_output=self._show)
         except OSError as error:
             self._end(Outcome(1, f"{spec.name} cannot be started: {error}"))
             return
@@ -183,7 +186,7 @@ class LocalRun:
         ended = await process.wait_exit()
         self._publish()
         if not ended.is_success:
-            self._end(Outcome(1, _death_text(process)))
+            self._end(Outcome(1, self._death_text(process)))
         elif spec.role == "orchestrator":
             self._end(Outcome(0, f"run {self._plan.run_id} is complete"))
         else:
@@ -269,6 +272,16 @@ class LocalRun:
         for process in self._table.running:
             process.kill()
 
+    def _show(self, data: bytes) -> None:
+        self._echo(data)
+        self._shown.extend(data.decode(errors="replace").splitlines())
+
+    def _death_text(self, process: ManagedProcess) -> str:
+        """Which process died, how, and the end of its log, without what was on the console."""
+        tail = process.log_tail(LOG_TAIL_LINES)
+        lines = "".join(f"\n    {line}" for line in tail if line not in self._shown)
+        return f"{process.spec.name} ended: {process.exit}; log: {process.log_path}{lines}"
+
     async def _stop_all(self) -> None:
         """Those that write first, then those that serve. Each step is bounded."""
         await asyncio.to_thread(self._ledger.note)
@@ -278,12 +291,6 @@ class LocalRun:
             self._engines.stop("end of the run"), self._router.stop("end of the run")
         )
         self._publish()
-
-
-def _death_text(process: ManagedProcess) -> str:
-    """Which process died, how, and the end of its log."""
-    lines = "\n".join(f"    {line}" for line in process.log_tail(LOG_TAIL_LINES))
-    return f"{process.spec.name} ended: {process.exit}; log: {process.log_path}\n{lines}"
 
 
 def say_on_console(text: str) -> None:

@@ -42,7 +42,7 @@ def ensure_model_dir(
     """
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target.with_name(f".{target.name}.lock"), progress):
+    with _locked(target, progress):
         if read_recipe(target) == recipe:
             progress(f"{target}: there already")
             return target
@@ -84,11 +84,12 @@ def _replace(partial: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, progress: Progress) -> Iterator[None]:
+def _locked(target: Path, progress: Progress) -> Iterator[None]:
+    path = target.with_name(f".{target.name}.lock")
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
     fd = try_lock(path)
     if fd is None:
-        progress(f"waiting for another process that builds {path.parent}")
+        progress(f"waiting for another process that builds {target}")
     while fd is None:
         if time.monotonic() >= deadline:
             raise ModelBuildError(f"another process has held {path} for {_LOCK_TIMEOUT_S:g} s")

@@ -166,7 +166,7 @@ class GroupsConfig(Config):
         description="An engine that has requests and makes no token for so long is stalled.",
     )
     core_hung_s: Seconds = Field(
-        20.0, description="An engine whose core has not answered for so long is hung."
+        60.0, description="An engine whose core has not answered for so long is hung."
     )
     max_evictions: int = Field(
         5, ge=1, description="So many evictions within `eviction_window_s` quarantine a group."

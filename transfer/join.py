@@ -156,6 +156,8 @@ class _Attempt:
 
     def run(self) -> None:
         """Body of the joining thread."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a new thread starts on device 0
         try:
             group = self._join()
         except TransferError as exc:

@@ -85,12 +85,13 @@ class PlaneCore:
         self._fleet = Fleet(settings, list(urls), list(groups), now)
         self._updates = Updates(self._fleet, now)
         self._router_error = ""
-        self._started = now
+        self._now = now
         self._short_since: float | None = now
         self._has_failed = False
 
     def handle(self, now: float, event: Event) -> list[Command]:
         """Commands that follow from `event` at `now` (seconds, never going back)."""
+        self._now = now
         self._dispatch(now, event)
         self._fleet.settle(now)
         self._updates.reconcile(now)
@@ -103,7 +104,8 @@ class PlaneCore:
         deadlines = [*self._fleet.next_deadline(), *self._updates.next_deadline()]
         if self._short_since is not None and not self._has_failed:
             deadlines.append(self._short_since + self._patience_s())
-        return min(deadlines, default=None)
+        # What was due by now is done, or waits for an event: asking again would be a busy loop.
+        return min((deadline for deadline in deadlines if deadline > self._now), default=None)
 
     def url_of(self, slot: Slot) -> str:
         """Where the engine at `slot` is now."""

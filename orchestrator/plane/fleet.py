@@ -6,7 +6,7 @@
 | candidate | admitted | every member reported the version just committed (`update.py` decides) |
 | starting, candidate, admitted | evicted | any member failed; the group goes as a block |
 | evicted | quarantined | evicted `max_evictions` times within `eviction_window_s` |
-| quarantined | evicted | its time is over |
+| quarantined | evicted, starting | its time is over; starting if a newer life runs by then |
 | evicted | starting | the launcher reports a newer life |
 
 `evicted -> admitted` does not exist. What an eviction does: route without the group, fence what
@@ -165,25 +165,30 @@ class Fleet:
         for group in self.groups.values():
             if group.state == "quarantined" and now >= group.not_before:
                 group.evictions.clear()
-                self._set(now, group, "evicted", group.reason, "quarantine is over")
-            elif group.state == "starting" and now >= group.since + self.settings.startup_timeout_s:
-                missing = [m.slot.engine_id for m in group.members if not m.ready]
+                # A life that came meanwhile has its start-up time from now on.
+                is_new = self.settings.has_launcher and group.life >= group.min_life
+                state: GroupState = "starting" if is_new else "evicted"
+                self._set(now, group, state, group.reason, "quarantine is over")
+            is_waiting = group.state in ("starting", "evicted") and now >= group.not_before
+            missing = [m.slot.engine_id for m in group.members if not m.ready]
+            if is_waiting and not missing:
+                self._set(now, group, "candidate", "", "all members answer")
+            is_late = now >= group.since + self.settings.startup_timeout_s
+            if group.state == "starting" and missing and is_late:
                 detail = f"no answer since its start: {', '.join(missing)}"
                 self.evict(now, group, "probe_failed", detail)
-            is_waiting = group.state in ("starting", "evicted") and now >= group.not_before
-            if is_waiting and all(member.ready for member in group.members):
-                self._set(now, group, "candidate", "", "all members answer")
 
     def next_deadline(self) -> list[float]:
         """When `settle` has something to do."""
         deadlines: list[float] = []
         for group in self.groups.values():
-            if group.state == "starting":
-                deadlines.append(group.since + self.settings.startup_timeout_s)
-            elif group.state == "quarantined" or (
-                group.state == "evicted" and all(member.ready for member in group.members)
+            is_complete = all(member.ready for member in group.members)
+            if group.state == "quarantined" or (
+                group.state in ("starting", "evicted") and is_complete
             ):
                 deadlines.append(group.not_before)
+            elif group.state == "starting":
+                deadlines.append(group.since + self.settings.startup_timeout_s)
         return deadlines
 
     def route(self, reason: str) -> None:

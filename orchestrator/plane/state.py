@@ -102,6 +102,7 @@ class Generation:
 class Update:
     """One version on its way to `targets` (group numbers still taking part).
 
+    The bytes have until `transfer_deadline`, so that what follows (pause to resume) keeps its time.
     `pending` maps the ops that the phase waits for to their slot (None: the trainer).
     `accused` counts, by group, failed transfers that only some groups report.
     """
@@ -110,7 +111,7 @@ class Update:
     targets: list[int]
     started: float
     deadline: float
-    is_catch_up: bool
+    transfer_deadline: float
     phase: Phase = "open"
     phase_started: float = 0.0
     pending: dict[int, Slot | None] = field(default_factory=dict)

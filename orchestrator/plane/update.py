@@ -107,7 +107,7 @@ class Updates:
         """When `reconcile` has something to do."""
         deadlines: list[float] = []
         if self.update is not None:
-            deadlines.append(self.update.deadline)
+            deadlines += [self.update.transfer_deadline, self.update.deadline]
             if self.update.retry_finish_at is not None:
                 deadlines.append(self.update.retry_finish_at)
         elif self._due_version() is not None:
@@ -129,7 +129,7 @@ class Updates:
         elif update.retry_finish_at is not None and now >= update.retry_finish_at:
             update.retry_finish_at = None
             self._finish(now, update)
-        elif now >= update.deadline and update.phase in _BEFORE_COMMIT:
+        elif now >= update.transfer_deadline and update.phase in _BEFORE_COMMIT:
             self._end(now, "failed", f"update timed out in {update.phase}; {update.cause}")
         elif now >= update.deadline and update.phase == "finish":
             self._end(now, "finished", "the trainer did not take the confirmation")
@@ -146,13 +146,18 @@ class Updates:
             self._first_candidate_at = now
         if version is None or now < self._retry_at or not targets or not self._is_due(now):
             return False
-        timeout_s = self.fleet.settings.update_timeout_s
+        settings = self.fleet.settings
+        timeout_s = settings.update_timeout_s
+        # pause, commit, verify, admit and resume must never be cut short by a slow transfer: that
+        # would evict a fleet that did nothing wrong.
+        swap_s = 2 * (settings.pause_timeout_s + settings.admin_timeout_s)
+        swap_s = min(swap_s + settings.commit_timeout_s, timeout_s / 2)
         self.update = Update(
             version=version,
             targets=[group.number for group in targets],
             started=now,
             deadline=now + timeout_s,
-            is_catch_up=version == self.policy_version,
+            transfer_deadline=now + timeout_s - swap_s,
             phase_started=now,
         )
         if self._is_live(targets):
@@ -271,8 +276,11 @@ class Updates:
         number, version = self.generation.number, update.version
         reason = f"update v{version}"
 
+        is_transfer = update.phase in _BEFORE_COMMIT
+        limit = update.transfer_deadline if is_transfer else update.deadline
+
         def op(timeout_s: float) -> tuple[int, float, str]:
-            return self.fleet.next_op_id(), min(now + timeout_s, update.deadline), reason
+            return self.fleet.next_op_id(), min(now + timeout_s, limit), reason
 
         members = members_of(self._targets(update))
         world_size = 1 + sum(member.world_size for member in members)

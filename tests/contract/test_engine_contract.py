@@ -550,7 +550,10 @@ def start_long(engine: Engine, pool: ThreadPoolExecutor) -> Future[httpx.Respons
     """A long request that has begun to make tokens."""
     before = engine.identity().generated_tokens
     request = pool.submit(engine.generate, LONG)
-    until(lambda: engine.identity().generated_tokens > before, "the first token")
+    until(
+        lambda: request.done() or engine.identity().generated_tokens > before, "the first token"
+    )
+    assert not request.done(), request.result().text
     return request
 
 
