@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing as mp
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -31,6 +31,7 @@ from transfer.send import send
 
 _TIMEOUT_S = 120.0
 _HIDDEN = 1024
+_PASSED = ("megabytes", "world", "bucket-mb", "rounds")
 
 
 def make_params(num_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -44,15 +45,14 @@ def make_params(num_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
         index += 1
 
 
-def run_rank(
-    rank: int, args: argparse.Namespace, port: int, out: mp.Queue[dict[str, float]]
-) -> None:
-    """One process of the benchmark."""
+def run_rank(args: argparse.Namespace) -> None:
+    """One process of the benchmark; rank 0 prints its port and then a line of JSON a round."""
     torch.set_num_threads(1)
+    rank, port = args.rank, args.port
     rendezvous = listen("127.0.0.1") if rank == 0 else None
     if rendezvous is not None:
-        out.put({"port": rendezvous.port})
         port = rendezvous.port
+        print(port, flush=True)
     group = join(
         "127.0.0.1",
         port,
@@ -73,7 +73,8 @@ def run_rank(
         raw_s = _raw(group, flat)
         ours_s, num_bytes = _ours(group, params, staging, number, args.bucket_mb << 20)
         if rank == 0 and number > 0:
-            out.put({"raw_s": raw_s, "ours_s": ours_s, "num_bytes": num_bytes})
+            row = {"raw_s": raw_s, "ours_s": ours_s, "num_bytes": num_bytes}
+            print(json.dumps(row), flush=True)
     _raw(group, torch.zeros(1))
     group.close()
 
@@ -115,19 +116,14 @@ def main() -> int:
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--world", type=int, default=3, help="processes, sender included")
     parser.add_argument("--bucket-mb", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    context = mp.get_context("spawn")
-    out: mp.Queue[dict[str, float]] = context.Queue()
-    ranks = [context.Process(target=run_rank, args=(0, args, 0, out))]
-    ranks[0].start()
-    port = int(out.get(timeout=_TIMEOUT_S)["port"])
-    for rank in range(1, args.world):
-        ranks.append(context.Process(target=run_rank, args=(rank, args, port, out)))
-        ranks[-1].start()
-    rows = [out.get(timeout=_TIMEOUT_S) for _ in range(args.rounds)]
-    for process in ranks:
-        process.join(_TIMEOUT_S)
+    if args.rank is not None:
+        run_rank(args)
+        return 0
+    rows = _start_ranks(args)
     raw_s = statistics.median(row["raw_s"] for row in rows)
     ours_s = statistics.median(row["ours_s"] for row in rows)
     gigabytes = rows[0]["num_bytes"] / 1e9
@@ -146,6 +142,29 @@ def main() -> int:
     print(f"ratio {result['ratio']:.3f} (goal 0.85)")
     print(json.dumps(result))
     return 0
+
+
+def _start_ranks(args: argparse.Namespace) -> list[dict[str, float]]:
+    """Run all ranks as processes; what rank 0 measured, a round each."""
+    common = [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in _PASSED]
+    argv = [sys.executable, __file__, *common]
+    first = subprocess.Popen([*argv, "--rank=0"], stdout=subprocess.PIPE, text=True)
+    ranks = [first]
+    try:
+        assert first.stdout is not None
+        port = int(first.stdout.readline())
+        ranks += [
+            subprocess.Popen([*argv, f"--rank={rank}", f"--port={port}"])
+            for rank in range(1, args.world)
+        ]
+        rows = [json.loads(first.stdout.readline()) for _ in range(args.rounds)]
+        for process in ranks:
+            process.wait(_TIMEOUT_S)
+        return rows
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait(_TIMEOUT_S)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from engine.transfer_status import combine
@@ -26,11 +25,12 @@ log = logging.getLogger(__name__)
 
 
 class CoreLink:
-    """See the module. `start` runs in the server's event loop."""
+    """See the module. `is_dead` is True once the core is known to be gone."""
 
     def __init__(self, llm: AsyncLLM, *, interval_s: float, exit_after_death_s: float) -> None:
         self.llm = llm
         self.paused = False
+        self.is_dead = False
         self.status = TransferStatus(generation=0, state="idle")
         self._interval_s = interval_s
         self._exit_after_death_s = exit_after_death_s
@@ -42,14 +42,14 @@ class CoreLink:
         """Seconds since the core last answered."""
         return time.monotonic() - self._answered_at
 
-    @property
-    def is_dead(self) -> bool:
-        """True once vLLM knows that its core is gone."""
-        return bool(self.llm.errored)
+    def start(self, on_death: Callable[[], None]) -> None:
+        """Begin to ask; `on_death` is called some time after the core is found dead."""
+        self._task = asyncio.create_task(self._ping_for_ever(on_death), name="core-ping")
 
-    def start(self) -> None:
-        """Begin to ask."""
-        self._task = asyncio.create_task(self._ping_for_ever(), name="core-ping")
+    def stop(self) -> None:
+        """Ask no more."""
+        if self._task is not None:
+            self._task.cancel()
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         """Call `method` of every worker; one result a worker."""
@@ -68,14 +68,15 @@ class CoreLink:
         self.paused = bool(await self.llm.is_paused())
         await self.call_status("muster_status")
 
-    async def _ping_for_ever(self) -> None:
+    async def _ping_for_ever(self, on_death: Callable[[], None]) -> None:
         while True:
             try:
                 await self.ping()
-            except Exception as exc:
-                # Task boundary. A core that cannot say how it is has died or will not recover.
+            except Exception as exc:  # noqa: BLE001
+                # Task boundary: vLLM raises bare Exceptions. Such a core will not recover.
                 log.critical("engine core does not answer any more: %s", exc)
+                self.is_dead = True
                 await asyncio.sleep(self._exit_after_death_s)
-                os.kill(os.getpid(), signal.SIGTERM)
+                on_death()
                 return
             await asyncio.sleep(self._interval_s)

@@ -1,7 +1,8 @@
 """`muster engine`: one vLLM API server with our plugins, from a config.
 
 Rules: the environment is set before vLLM is imported (it reads it at import time); the process
-never outlives the one that started it; SIGTERM ends it in order, exit code 0.
+never outlives the one that started it; SIGTERM ends it in order with exit code 0, the
+loss of its engine core with 1, a config that cannot work with 2.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ def run(config: EngineConfig) -> int:
 
     log.info("vLLM imported after %.1f s", time.monotonic() - start)
     try:
-        asyncio.run(serve(config, tokens, machine))
+        return asyncio.run(serve(config, tokens, machine))
     except KeyboardInterrupt as exc:
         log.info("stopped: %s", exc)
-    return 0
+        return 0
 
 
 def _log_to_stderr(config: EngineConfig) -> None:

@@ -1,8 +1,8 @@
 """The two entry points by which vLLM finds us. Nothing of vLLM is patched.
 
-`vllm.general_plugins` -> `register`: in every process of vLLM, makes the weight-transfer backend known.
-`vllm.endpoint_plugins` -> `endpoint_plugin`: in the API server, adds our routes (they replace vLLM's
-of the same path) and the gate in front of all routes.
+`vllm.general_plugins` -> `register`: in every process of vLLM, makes our weight-transfer backend
+known. `vllm.endpoint_plugins` -> `endpoint_plugin`: in the API server, adds our routes (they
+replace vLLM's of the same path) and the gate in front of all routes.
 """
 
 from __future__ import annotations
@@ -70,8 +70,7 @@ class MusterEndpoints:
         )
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Begin to watch the engine core."""
-        args.muster.link.start()
+        """Nothing: what our routes need came with the arguments."""
 
 
 def _pause_route(served: Served) -> Any:

@@ -3,22 +3,28 @@
     config -> vLLM's arguments -> engine core -> app (our plugin adds routes and gate) -> serve
 
 These are vLLM's own steps of `vllm serve`, taken one by one, because two things must happen in
-between: the engine core is forked off where that is possible, and our stat logger is handed in.
+between: the engine core is forked off where that is possible, and our stat logger is handed in;
+and because stopping has an order: first HTTP, then the core.
 Import this module only after the environment is set.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import signal
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import uvicorn
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.api_server.entry import build_and_serve
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import setup_server
 from vllm.usage.usage_lib import UsageContext
@@ -34,6 +40,10 @@ from engine.vllm_control import VllmControl
 from engine.vllm_settings import Machine, starts_by_fork, vllm_argv
 
 _BOOT_ID_BYTES = 8
+# Far above any client's pool: a server that closes an idle connection just when a client uses it
+# makes an outcome unknown.
+_KEEP_ALIVE_S = 600
+_GRACE_S = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +55,66 @@ class Served:
     secrets: EngineSecrets
 
 
-async def serve(config: EngineConfig, tokens: EngineSecrets, machine: Machine) -> None:
-    """Serve until SIGTERM or SIGINT, or until the engine core is gone."""
-    signal.signal(signal.SIGTERM, _interrupt)  # until vLLM's server puts its own in place
+async def serve(config: EngineConfig, tokens: EngineSecrets, machine: Machine) -> int:
+    """Serve until SIGTERM or SIGINT (0) or until the engine core is gone (1)."""
+    signal.signal(signal.SIGTERM, _interrupt)  # until the server takes over
     args = parse_arguments(vllm_argv(config, machine))
     check_address(config.host, config.port)
     counter = TokenCounter()
     llm = make_engine(args, counter, by_fork=starts_by_fork(config, machine))
     # Only now: a core that is forked with the socket would keep the port when we are gone.
-    address, sock = setup_server(args, reuse_port=False)
+    _, sock = setup_server(args, reuse_port=False)
+    # Answers go out as headers, then body: without this the body waits 40 ms for an ACK.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         await llm.reset_mm_cache()
-        args.muster = make_served(config, tokens, llm, counter)
-        shutdown = await build_and_serve(llm, address, sock, args)
+        served = make_served(config, tokens, llm, counter)
+        args.muster = served
+        tasks = await llm.get_supported_tasks()
+        app = build_app(args, tasks, llm.model_config)
+        await init_app_state(llm, app.state, args, tasks)
+        await run_http(app, sock, served.link)
+        return 1 if served.link.is_dead else 0
     finally:
+        # In this order, since vLLM reports a core that ends before its listeners as a crash.
+        if llm.output_handler is not None:
+            llm.output_handler.cancel()
         llm.shutdown(timeout=llm.vllm_config.shutdown_timeout)
         sock.close()
-    await shutdown
+
+
+async def run_http(app: Any, sock: socket.socket, link: CoreLink) -> None:
+    """Serve `app` until a signal comes or the core is gone."""
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_GRACE_S,
+    )
+    server = Server(config)
+    app.state.server = server  # vLLM's error handlers stop it when the core has died
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, server.stop)
+    link.start(server.stop)
+    try:
+        await server.serve(sockets=[sock])
+    finally:
+        link.stop()
+
+
+class Server(uvicorn.Server):
+    """Uvicorn's server with signals left to us: its own handling ends the process by the signal."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing to capture."""
+        yield
+
+    def stop(self) -> None:
+        """End soon: no new requests, a short time for those in flight."""
+        self.should_exit = True
 
 
 def check_address(host: str, port: int) -> None:

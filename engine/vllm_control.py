@@ -181,7 +181,7 @@ class VllmControl:
         ):
             try:
                 await step
-            except Exception as exc:  # a core that is dead, or a session that is closed already
+            except Exception as exc:  # noqa: BLE001 - dead core, or a session that is closed already
                 log.info("after a failed load: %s", exc)
 
 

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.vllm_cpu, pytest.mark.slow, pytest.mark.fault]
 GROUPS = {0: ("g0e0", "g0e1"), 1: ("g1e0", "g1e1")}
 ENGINES = ("g0e0", "g0e1", "g1e0", "g1e1")
 NUM_VERSIONS = 60
-MAX_STEPS = 150
+MAX_STEPS = 160
 _STARTUP_S = 240.0
 _UPDATE_S = 60.0
 _OUT_S = 30.0
@@ -35,6 +35,8 @@ _MAX_HALF_OUT_S = 1.0
 _LOOK_S = 0.1
 _FLAGS = (
     *("--orchestrator.max-steps", str(MAX_STEPS)),
+    # Steps of two seconds or so: three groups' starts must fit in.
+    *("--orchestrator.rollouts.prompts-per-step", "16"),
     # Long enough to watch the sibling before its life ends.
     *("--deployment.relaunch.backoff-initial-s", "6", "--deployment.relaunch.backoff-max-s", "6"),
     *("--deployment.relaunch.stop-grace-s", "5"),
@@ -124,7 +126,7 @@ def _kill_in_broadcast(run: MusterRun, before: Before) -> Fault:
     """SIGKILL as soon as the journal says that the victim was told to receive."""
     victim = before.victim
     pid = run.pid(victim)
-    slot = [int(victim[1]), int(victim[3])]
+    slot = {"group": int(victim[1]), "index": int(victim[3])}
     for line in run.follow_journal(_UPDATE_S):
         stages = [c for c in line["commands"] if c["type"] == "Stage" and c["slot"] == slot]
         if stages:

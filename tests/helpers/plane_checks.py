@@ -34,7 +34,7 @@ _MOVES = {
     "candidate": {"admitted", "evicted", "quarantined"},
     "admitted": {"evicted", "quarantined"},
     "evicted": {"candidate", "starting"},
-    "quarantined": {"evicted"},
+    "quarantined": {"evicted", "starting"},
 }
 
 
@@ -48,6 +48,7 @@ class Checks:
     last_generation: int = 0
     members: dict[int, dict[Slot, str]] = field(default_factory=dict)
     proven: dict[Slot, tuple[str, int]] = field(default_factory=dict)
+    proven_by: dict[Slot, int] = field(default_factory=dict)
     tainted: set[Slot] = field(default_factory=set)
     routed: tuple[Any, ...] = ()
     policy_version: int | None = None
@@ -80,9 +81,12 @@ class Checks:
         op = self.ops[event.op_id]
         slot = getattr(op, "slot", None)
         if isinstance(op, Commit) and not isinstance(event, OpSucceeded):
-            self.tainted.add(op.slot)
+            # A later update may have been proven before this one's silence is told.
+            if op.op_id > self.proven_by.get(op.slot, 0):
+                self.tainted.add(op.slot)
         if isinstance(event, OpSucceeded) and event.result.version is not None and slot:
             self.proven[slot] = (event.result.boot_id, event.result.version)
+            self.proven_by[slot] = op.op_id
             self.tainted.discard(slot)
 
     def _command(self, world: World, command: Command) -> None:

@@ -32,6 +32,9 @@ from trainer.model import load_model, wire_layers
 from trainer.world import World
 from transfer.receive import Staged
 
+# Mostly imports of torch and transformers, in up to three processes at once.
+pytestmark = pytest.mark.timeout(300)
+
 RUN_ID = "test"
 
 

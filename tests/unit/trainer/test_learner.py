@@ -7,11 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from protocol.config import ModelConfig
 from protocol.records import TrainBatch
 from tests.batches import make_batch
+from tests.models import build_tiny_qwen3
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.learner import Learner
-from trainer.model import load_model, wire_layers, wire_metas
+from trainer.model import load_model, wire_dtype, wire_layers, wire_metas
 from trainer.world import World
 from transfer.bucket import ParamMeta
 
@@ -124,6 +126,26 @@ def test_wire_names_dtypes_and_order(model_path: Path, world: World) -> None:
     assert names[0] == "model.embed_tokens.weight"
     assert "lm_head.weight" not in names  # tied: sent once
     assert [len({name.split(".")[2] for name, _ in layer}) for layer in layers] == [1, 1, 1, 1]
+
+
+def test_untied_head_is_sent_too(world: World, tmp_path: Path) -> None:
+    path = build_tiny_qwen3(tmp_path, seed=1, tie_word_embeddings=False)
+    names = [meta.name for meta in wire_metas(load_model(path, world), torch.float32)]
+    assert names[-1] == "lm_head.weight"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "dtype"),
+    [
+        ("auto", "cpu", torch.float32),
+        ("auto", "cuda", torch.bfloat16),
+        ("bfloat16", "cpu", torch.bfloat16),
+        ("float32", "cuda", torch.float32),
+    ],
+)
+def test_wire_dtype(wanted: str, device: str, dtype: torch.dtype) -> None:
+    config = ModelConfig.model_validate({"dtype": wanted})
+    assert wire_dtype(config, torch.device(device)) == dtype
 
 
 def test_directory_without_a_model_is_an_error(tmp_path: Path, world: World) -> None:

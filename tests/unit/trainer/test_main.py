@@ -61,7 +61,7 @@ def test_nccl_without_cuda_is_an_error() -> None:
 
 
 def test_config_that_cannot_work() -> None:
-    with pytest.raises(ValueError, match="micro_batch_tokens = 64 is below model.max_model_len"):
+    with pytest.raises(ValueError, match=r"micro_batch_tokens = 64 is below model\.max_model_len"):
         TrainerConfig.model_validate({"micro_batch_tokens": 64})
-    with pytest.raises(ValueError, match="ratio_cap = 1.2 must be above"):
+    with pytest.raises(ValueError, match=r"ratio_cap = 1\.2 must be above"):
         LossConfig(ratio_cap=1.2)
