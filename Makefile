@@ -36,7 +36,7 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml
 	@if [ -z "$(PYTHON)" ] || ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
-	  echo "make: Muster needs Python 3.11 or later; found: $$(python3 --version 2>&1 || true)." >&2; \
+	  echo "make: Muster needs Python 3.11 or later; $(or $(PYTHON),python3) is $$($(or $(PYTHON),python3) --version 2>/dev/null || echo not there)." >&2; \
 	  echo "make: name another interpreter with: make PYTHON=/path/to/python3.11" >&2; exit 2; fi
 	@echo "install: $$($(PYTHON) --version) in .venv, extras $(EXTRAS)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || \

@@ -8,6 +8,7 @@ loss of its engine core with 1, a config that cannot work with 2.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import sys
@@ -37,8 +38,11 @@ def run(config: EngineConfig) -> int:
     dtype = choose_dtype(config.model.dtype, machine)
     log.info("serving %s in %s: %s", config.model.path, dtype.name, dtype.reason)
 
-    from engine.server import serve  # imports vLLM, which takes seconds
+    gc.disable()  # importing makes a million objects and no garbage
+    from engine.server import serve
 
+    gc.freeze()  # never look at them again, neither here nor in a forked core, which shares them
+    gc.enable()
     log.info("vLLM imported after %.1f s", time.monotonic() - start)
     try:
         return asyncio.run(serve(config, tokens, machine))

@@ -42,7 +42,12 @@ class RunConfig(Config):
     output_dir: Path = Field(
         Path("outputs/run"), description="Directory that everything of this run is written to."
     )
-    seed: int = Field(0, ge=0, description="Seed of everything random in the run.")
+    seed: int = Field(
+        0,
+        ge=0,
+        description="Seed of the trainer, and of the prompts unless they have their own. Sampling "
+        "has `orchestrator.rollouts.sampling_seed`.",
+    )
     model: ModelConfig = Field(default_factory=ModelConfig, description="The policy.")
     trainer: TrainerConfig = Field(
         default_factory=TrainerConfig, description="How the policy is trained."
@@ -88,6 +93,8 @@ _SAME: tuple[tuple[Key, Key], ...] = (
         ("orchestrator", "model", "client", "admin_engine_groups"),
     ),
 )
+# Follows the other where it is absent, and may differ.
+_FOLLOWS: tuple[tuple[Key, Key], ...] = ((("seed",), ("orchestrator", "rollouts", "env_seed")),)
 # Chosen by the launcher for each run; a value from a user would be ignored, so it is refused.
 _LAUNCHER_KEYS: tuple[Key, ...] = (
     ("trainer", "host"),
@@ -132,7 +139,7 @@ def load_run_config(
 
 def _once(problems: Sequence[Problem]) -> list[Problem]:
     """The problems without those of a shared value that are said of its original already."""
-    renames = [(f"{dotted(other)} ", f"{dotted(one)} ") for one, other in _SAME]
+    renames = [(f"{dotted(other)} ", f"{dotted(one)} ") for one, other in (*_SAME, *_FOLLOWS)]
     renames += [(f"{process}.", "") for process in _PROCESSES]
     known = set(problems)
 
@@ -170,6 +177,9 @@ def share(layer: Layer) -> list[Problem]:
             target = (process, *leaf.key)
             if lookup(RunConfig, target) is not None:
                 problems += _agree(layer, written, leaf.key, target)
+    for one, other in _FOLLOWS:
+        if other not in written:
+            problems += _agree(layer, written, one, other)
     for one, other in _SAME:
         source, target = (one, other) if one in written else (other, one)
         if source in written:

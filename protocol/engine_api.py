@@ -61,7 +61,9 @@ class Identity(Body):
     transfer_state: TransferState
     staged_version: int | None
     running_requests: int
-    generated_tokens: int = Field(description="counter since boot; stands still in a stalled engine")
+    generated_tokens: int = Field(
+        description="counter since boot; stands still in a stalled engine"
+    )
     started_at: float = Field(description="unix seconds")
     fault_tolerance: bool
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -31,6 +32,7 @@ _START = (
     "sys.exit(run(EngineConfig.model_validate_json(Path(sys.argv[1]).read_text())))\n"
 )
 _ROOT = Path(__file__).parents[1]
+_SLOT = Slot(0, 0)
 
 
 @dataclass
@@ -70,7 +72,7 @@ def build_engine_model(path: Path, seed: int) -> Path:
 def start_real_engine(
     directory: Path,
     *,
-    slot: Slot = Slot(0, 0),
+    slot: Slot = _SLOT,
     run_id: str = "test",
     admin_token: str = "test-token",
     api_key: str | None = None,
@@ -173,8 +175,6 @@ def _socket_dir(directory: Path) -> str:
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])

@@ -103,7 +103,9 @@ class Checks:
                 self.last_generation = command.generation
                 self.members[command.generation] = {}
             case Join(slot=Slot() as slot):
-                boots = {m.engine_id: m.boot_id for g in world.core.snapshot().groups for m in g.members}
+                boots = {
+                    m.engine_id: m.boot_id for g in world.core.snapshot().groups for m in g.members
+                }
                 self.members[command.generation][slot] = boots[slot.engine_id]
             case Stage() | Send():
                 assert command.generation == self.last_generation, "I3: a dead generation is used"

@@ -292,8 +292,8 @@ ROWS = [
     ),
     in_file(
         "lease longer than engines allow",
-        "[orchestrator.groups]\nlease_s = 60",
-        "a.toml: orchestrator.groups.lease_s = 60 must not be above inference.max_lease_s = 30",
+        "[orchestrator.groups]\nlease_s = 600",
+        "a.toml: orchestrator.groups.lease_s = 600 must not be above inference.max_lease_s = 60",
     ),
     in_file(
         "timeouts of rollouts do not nest",

@@ -123,14 +123,19 @@ def test_a_text_that_looks_like_a_number_stays_a_text() -> None:
 def test_shared_values_reach_every_process() -> None:
     config = load("--model.path m --seed 5 --output-dir out --weight-broadcast.bucket-mb 8")
     assert config.trainer.model.path == config.orchestrator.model.path == "m"
-    assert config.trainer.seed == config.orchestrator.seed == 5
+    assert config.trainer.seed == config.orchestrator.rollouts.env_seed == 5
     assert config.trainer.output_dir == config.orchestrator.output_dir == Path("out")
     assert config.trainer.weight_broadcast == config.weight_broadcast
     assert config.orchestrator.weight_broadcast.bucket_mb == 8
 
 
 def test_repeating_a_shared_value_is_no_contradiction() -> None:
-    assert load("--seed 5 --trainer.seed 5").orchestrator.seed == 5
+    assert load("--seed 5 --trainer.seed 5").trainer.seed == 5
+
+
+def test_prompts_may_have_a_seed_of_their_own() -> None:
+    config = load("--seed 5 --orchestrator.rollouts.env-seed 6")
+    assert (config.trainer.seed, config.orchestrator.rollouts.env_seed) == (5, 6)
 
 
 def test_nccl_needs_cuda() -> None:

@@ -135,9 +135,7 @@ def test_stalled_when_requests_run_and_no_token_comes() -> None:
     for now in range(11, 16):
         assert engine.answered(now, sighting(now, running=2, tokens=7)) is None
     news = engine.answered(17.5, sighting(17.5, running=2, tokens=7))
-    assert news == EngineStuck(
-        SLOT, "b1", "engine_stalled", "2 requests and no token for 6.5 s"
-    )
+    assert news == EngineStuck(SLOT, "b1", "engine_stalled", "2 requests and no token for 6.5 s")
     assert engine.answered(30.0, sighting(30.0, running=2, tokens=7)) is None
 
 
