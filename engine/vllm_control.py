@@ -173,16 +173,18 @@ class VllmControl:
             raise EngineFailure(f"the core says {published} after publishing {version}")
 
     async def _mark_unknown(self) -> None:
-        """Best effort: close the session on the workers that still have it open, and label tokens
-        that should never be made. What counts is that the gate is closed by the caller."""
-        for step in (
-            self.llm.finish_weight_update(),
-            self.llm.update_weight_version(UNKNOWN_VERSION),
-        ):
-            try:
-                await step
-            except Exception as exc:  # noqa: BLE001 - dead core, or a session that is closed already
-                log.info("after a failed load: %s", exc)
+        """Best effort: close vLLM's update session on workers that still have it open (the one that
+        failed has not), and label tokens that should never be made. What counts is that the caller
+        closes the gate."""
+        try:
+            if self.llm.vllm_config.parallel_config.world_size_across_dp > 1:
+                await self.llm.finish_weight_update()
+        except Exception as exc:  # noqa: BLE001 - expected from the worker that failed
+            log.info("closing the update session after a failed load: %s", exc)
+        try:
+            await self.llm.update_weight_version(UNKNOWN_VERSION)
+        except Exception as exc:  # noqa: BLE001 - the core may be dead
+            log.warning("the core did not take the unknown version: %s", exc)
 
 
 async def _tried(call: Awaitable[T]) -> T:

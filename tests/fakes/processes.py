@@ -111,7 +111,7 @@ def router_process(
     }
     command = [str(Path(sys.executable).with_name("vllm-router"))]
     command += [*(str(part) for pair in flags.items() for part in pair), *args]
-    with _running(command, log, admin_token="") as process:
+    with _running(command, log, admin_token="", is_piped=False) as process:
         router = RouterProcess(url, process, log)
         deadline = time.monotonic() + START_TIMEOUT_S
         while not _answers(router):
@@ -135,14 +135,18 @@ def _answers(router: RouterProcess) -> bool:
 
 
 @contextlib.contextmanager
-def _running(command: list[str], log: Path, admin_token: str) -> Iterator[subprocess.Popen[str]]:
+def _running(
+    command: list[str], log: Path, admin_token: str, *, is_piped: bool = True
+) -> Iterator[subprocess.Popen[str]]:
+    """`is_piped`: stdout is for us, who read one line. Not for a router: it says something at every
+    request, whatever its log level, and stands still once a pipe that nobody reads is full."""
     with log.open("w") as sink:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
             env=clean_environment(admin_token),
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=subprocess.PIPE if is_piped else sink,
             stderr=sink,
             text=True,
         )

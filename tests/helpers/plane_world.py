@@ -1,4 +1,4 @@
-"""A scripted world around the plane's core: engines, a trainer, a launcher, a router's wish; no I/O.
+"""A scripted world around the plane's core: engines, a trainer, a launcher. No I/O.
 
     world = World([0, 0, 1, 1])
     world.fault(Stage, "fail", slot=Slot(1, 0))
@@ -174,7 +174,7 @@ class World:
         times: int = 1,
         delay_s: float = 0.0,
     ) -> Fault:
-        """Spoil `times` ops of this kind and slot (None: the trainer's), after the first `after`."""
+        """Spoil `times` ops of this kind and slot (None: the trainer), after the first `after`."""
         rule = Fault(kind, outcome, slot, after, times, delay_s)
         self._faults.append(rule)
         return rule

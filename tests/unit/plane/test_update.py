@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -407,7 +408,7 @@ def test_a_broken_trainer_ends_the_update_after_its_regroups() -> None:
     world.publish(1)
     world.run_for(60.0)
     failures = [(t, c) for t, _, cs in world.log for c in cs if isinstance(c, UpdateEnded)][1:]
-    waits = [round(b[0] - a[0]) for a, b in zip(failures, failures[1:], strict=False)]
+    waits = [round(b[0] - a[0]) for a, b in itertools.pairwise(failures)]
     assert waits[:4] == [2, 4, 8, 8]
     assert fault.fired == 2 * len(failures)
     assert failures[0][1].members == ("g0e0", "g0e1")
