@@ -38,7 +38,8 @@ _ROUTER_FLAGS = (
     *("--health-failure-threshold", "2", "--health-success-threshold", "1"),
     *("--cb-failure-threshold", "5", "--cb-timeout-duration-secs", "5"),
     *("--cb-success-threshold", "1"),
-    *("--request-timeout-secs", "14400", "--log-level", "warning"),
+    # Our client tries again by itself, and must see which engine failed.
+    *("--request-timeout-secs", "14400", "--disable-retries", "--log-level", "warning"),
 )
 
 

@@ -278,8 +278,9 @@ class LocalRun:
 
     def _death_text(self, process: ManagedProcess) -> str:
         """Which process died, how, and the end of its log, without what was on the console."""
+        shown = self._shown if process.spec.has_console else ()
         tail = process.log_tail(LOG_TAIL_LINES)
-        lines = "".join(f"\n    {line}" for line in tail if line not in self._shown)
+        lines = "".join(f"\n    {line}" for line in tail if line not in shown)
         return f"{process.spec.name} ended: {process.exit}; log: {process.log_path}{lines}"
 
     async def _stop_all(self) -> None:

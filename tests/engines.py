@@ -87,7 +87,7 @@ def start_real_engine(
     config = EngineConfig.model_validate(
         {
             "run_id": run_id,
-            "model": {"path": str(model_dir), "max_model_len": 256},
+            "model": {"path": str(model_dir), "max_model_len": 1024},
             "inference": inference or {},
             "port": port or _free_port(),
             "group": slot.group,

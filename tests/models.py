@@ -23,7 +23,7 @@ def build_tiny_qwen3(
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=head_dim,
-        max_position_embeddings=256,
+        max_position_embeddings=1024,
         tie_word_embeddings=tie_word_embeddings,
         dtype="float32",
     )

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import json
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import aiohttp
+
+from protocol.engine_api import Body
+
+BodyT = TypeVar("BodyT", bound=Body)
 
 _KEEPALIVE_S = 4.0
 _MAX_ERROR_TEXT = 800
@@ -71,6 +75,14 @@ class AdminHttp:
         if not 200 <= answer.status < 300:
             raise Refused(answer.status, _error_text(content))
         return content
+
+
+def parse_body(kind: type[BodyT], content: bytes) -> BodyT:
+    """Raises Refused for an answer that breaks the contract: it is no better than an error."""
+    try:
+        return kind.model_validate_json(content)
+    except ValueError as error:
+        raise Refused(200, f"answer is no {kind.__name__}: {error}") from None
 
 
 def _error_text(content: bytes) -> str:

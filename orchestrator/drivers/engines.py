@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, TypeVar, assert_never
+from typing import Any, assert_never
 
-from orchestrator.drivers.admin_http import AdminHttp, NoAnswer, Refused
+from orchestrator.drivers.admin_http import AdminHttp, NoAnswer, Refused, parse_body
 from orchestrator.plane.commands import (
     AbortGeneration,
     Admit,
@@ -39,7 +39,6 @@ from protocol.engine_api import (
 )
 from protocol.ids import Slot
 
-BodyT = TypeVar("BodyT", bound=Body)
 EngineCommand = (
     AbortGeneration | Admit | Commit | Fence | Join | Pause | ReadVersion | Resume | Stage
 )
@@ -83,7 +82,7 @@ class EngineDriver:
                 await self._post(command, "/finish_weight_update", body)
             case ReadVersion():
                 answer = await self._call("GET", command, "/weight_version")
-                said = _parse(WeightVersion, answer)
+                said = parse_body(WeightVersion, answer)
                 return OpResult(version=said.version, boot_id=said.boot_id)
             case Resume():
                 await self._post(command, "/resume")
@@ -103,7 +102,7 @@ class EngineDriver:
 
     async def probe(self, url: str, timeout_s: float) -> Identity:
         """What the engine at `url` says it is. Raises Refused, NoAnswer."""
-        return _parse(
+        return parse_body(
             Identity, await self._http.call("GET", f"{url}/identity", timeout_s=timeout_s)
         )
 
@@ -159,7 +158,7 @@ class EngineDriver:
             timeout_s=self._server_time(command.deadline),
         )
         answer = await self._call("POST", command, "/await_weight_transfer", _body(request))
-        status = _parse(TransferStatus, answer)
+        status = parse_body(TransferStatus, answer)
         is_there = status.state == stage or (stage == "joined" and status.state == "staged")
         if not is_there:
             raise Refused(200, f"transfer is {status.state}: {status.error or 'not in time'}")
@@ -193,11 +192,3 @@ class EngineDriver:
 
 def _body(model: Body) -> dict[str, Any]:
     return model.model_dump(mode="json")
-
-
-def _parse(kind: type[BodyT], content: bytes) -> BodyT:
-    """Raises Refused for an answer that breaks the contract: it is no better than an error."""
-    try:
-        return kind.model_validate_json(content)
-    except ValueError as error:
-        raise Refused(200, f"answer is no {kind.__name__}: {error}") from None

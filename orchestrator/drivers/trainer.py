@@ -14,7 +14,7 @@ from typing import Any, Self, assert_never
 import httpx
 import tenacity
 
-from orchestrator.drivers.admin_http import NoAnswer, Refused
+from orchestrator.drivers.admin_http import NoAnswer, Refused, parse_body
 from orchestrator.plane.commands import AbortGeneration, Finish, Join, Open, Send
 from orchestrator.plane.events import BroadcastReady, OpResult
 from protocol.engine_api import AbortRequest, Body
@@ -40,6 +40,7 @@ _RETRY_WAIT_MAX_S = 2.0
 _STOP_TIMEOUT_S = 5.0
 # As in the engine driver: who waits for us answers before we give up.
 _SERVER_SHARE = 0.9
+_MIN_TIMEOUT_S = 0.01
 
 
 class TrainerLink:
@@ -111,13 +112,13 @@ class TrainerLink:
         """Carry out `command`. Raises Refused, NoAnswer."""
         match command:
             case Open():
-                left = command.deadline - self._clock()
                 request: Body = OpenRequest(
-                    generation=command.generation, world_size=command.world_size, timeout_s=left
+                    generation=command.generation,
+                    world_size=command.world_size,
+                    timeout_s=command.join_timeout_s,
                 )
-                reply = OpenReply.model_validate_json(
-                    await self._post(command.deadline, "/transfer/open", request)
-                )
+                answer = await self._post(command.deadline, "/transfer/open", request)
+                reply = parse_body(OpenReply, answer)
                 return OpResult(host=reply.host, port=reply.port)
             case Join():
                 request = JoinRequest(
@@ -130,9 +131,8 @@ class TrainerLink:
                     version=command.version,
                     timeout_s=self._server_time(command.deadline),
                 )
-                sent = SendReply.model_validate_json(
-                    await self._post(command.deadline, "/transfer/send", request)
-                )
+                answer = await self._post(command.deadline, "/transfer/send", request)
+                sent = parse_body(SendReply, answer)
                 return OpResult(num_bytes=sent.num_bytes, digest=sent.digest)
             case AbortGeneration():
                 request = AbortRequest(generation=command.generation, reason=command.reason)
@@ -197,7 +197,7 @@ class TrainerLink:
         return answer.content
 
     def _server_time(self, deadline: float) -> float:
-        return max((deadline - self._clock()) * _SERVER_SHARE, 0.01)
+        return max((deadline - self._clock()) * _SERVER_SHARE, _MIN_TIMEOUT_S)
 
 
 def _may_pass(error: BaseException) -> bool:

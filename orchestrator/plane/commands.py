@@ -37,10 +37,11 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Open(Op):
-    """Trainer: listen for `generation` and start to join it as rank 0."""
+    """Trainer: listen for `generation` and start to join it as rank 0, for `join_timeout_s`."""
 
     generation: int
     world_size: int
+    join_timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)

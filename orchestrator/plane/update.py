@@ -285,7 +285,9 @@ class Updates:
         members = members_of(self._targets(update))
         world_size = 1 + sum(member.world_size for member in members)
         if update.phase == "open":
-            self._issue(None, Open(*op(settings.admin_timeout_s), number, world_size))
+            # Rank 0 waits from now on for engines that are asked to join after its answer.
+            join_s = settings.admin_timeout_s + settings.join_timeout_s
+            self._issue(None, Open(*op(settings.admin_timeout_s), number, world_size, join_s))
         elif update.phase == "join":
             self._join(update, members, world_size, lambda: op(settings.join_timeout_s))
         elif update.phase == "stage":

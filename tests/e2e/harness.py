@@ -183,17 +183,23 @@ class MusterRun:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"no end within {timeout_s:g} s{self.report()}") from None
 
+    def interrupt(self) -> int:
+        """What Ctrl-C does; returns the exit code."""
+        self._stop_sampling.set()
+        self.process.send_signal(signal.SIGINT)
+        return self.finish(_STOP_TIMEOUT_S)
+
     def stop(self) -> None:
         """End the run if it still lives, as Ctrl-C would, then by force."""
         self._stop_sampling.set()
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-            try:
-                self.process.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
+        try:
+            if self.process.poll() is None:
+                self.interrupt()
+        finally:
+            if self.process.poll() is None:
                 self.process.kill()
                 self.process.wait()
-        self._client.close()
+            self._client.close()
 
     def sample_router(self) -> None:
         """Ask the router for its listing ten times a second until the run is stopped."""

@@ -4,7 +4,7 @@ Four engines in groups [0, 0, 1, 1]. One run, three faults, one after the other:
 while a broadcast is under way, an engine of the other group hangs (SIGSTOP), an engine is killed
 between two commits. After each: the whole group leaves the router and nobody else does, steps go
 on, the sibling keeps its old version and makes no token, the group returns as a whole at the
-version of the others, in a higher generation.
+version of the others, in a higher generation. At the end Ctrl-C leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ pytestmark = [pytest.mark.vllm_cpu, pytest.mark.slow, pytest.mark.fault]
 GROUPS = {0: ("g0e0", "g0e1"), 1: ("g1e0", "g1e1")}
 ENGINES = ("g0e0", "g0e1", "g1e0", "g1e1")
 NUM_VERSIONS = 60
-MAX_STEPS = 160
+# More than the faults take on any machine; the run is interrupted after them.
+MAX_STEPS = 1000
 _STARTUP_S = 240.0
 _UPDATE_S = 60.0
 _OUT_S = 30.0
@@ -35,8 +36,6 @@ _MAX_HALF_OUT_S = 1.0
 _LOOK_S = 0.1
 _FLAGS = (
     *("--orchestrator.max-steps", str(MAX_STEPS)),
-    # Steps of two seconds or so: three groups' starts must fit in.
-    *("--orchestrator.rollouts.prompts-per-step", "16"),
     # Long enough to watch the sibling before its life ends.
     *("--deployment.relaunch.backoff-initial-s", "6", "--deployment.relaunch.backoff-max-s", "6"),
     *("--deployment.relaunch.stop-grace-s", "5"),
@@ -100,9 +99,9 @@ def test_a_group_dies_and_returns(tmp_path: Path) -> None:
         before = _look(run, "g0e0")
         _check_fault(run, before, _kill_between_commits(run, before))
 
+        run.wait_for("enough versions", lambda: run.version() >= NUM_VERSIONS, _END_S)
         pids = [row["pid"] for row in run.processes().values()]
-        assert run.finish(_END_S) == 0, run.report()
-        assert run.version() == MAX_STEPS >= NUM_VERSIONS
+        assert run.interrupt() == 128 + signal.SIGINT, run.report()
         assert run.tracebacks() == {}
         assert [pid for pid in pids if is_alive(pid)] == []
         assert "no process, port or shared memory left behind" in run.console.read_text()

@@ -237,15 +237,15 @@ def test_request_in_flight_goes_on_with_the_new_weights(
 ) -> None:
     driver.update(sender, 20, models[0].tensors)
     driver.stage(sender, 21, models[1].tensors)
-    request = driver.start_generate(160)
+    request = driver.start_generate(600)
     driver.commit(sender, 21)
     choice = choice_of(request.result(TIMEOUT_S))
     tokens = choice["token_ids"]
     (first, _, switch), (second, _, end) = spans_of(choice)
-    assert (first, second, end) == ("20", "21", 160)
-    assert 0 < switch < 160
+    assert (first, second, end) == ("20", "21", 600)
+    assert 0 < switch < 600
     assert tokens[:switch] == models[0].greedy(PROMPT, switch)
-    assert tokens[switch:] == models[1].greedy(PROMPT + tokens[:switch], 160 - switch)
+    assert tokens[switch:] == models[1].greedy(PROMPT + tokens[:switch], 600 - switch)
 
 
 def test_generates_while_it_receives(driver: Driver, sender: Sender, models: list[Weights]) -> None:
@@ -319,12 +319,12 @@ def test_closing_and_aborting_cuts_requests(
     driver: Driver, sender: Sender, models: list[Weights]
 ) -> None:
     driver.update(sender, 70, models[0].tensors)
-    request = driver.start_generate(160)
+    request = driver.start_generate(600)
     driver.ok("/fence", {"reason": "evicted"})
     driver.ok("/abort_requests")
     choice = choice_of(request.result(TIMEOUT_S))
     assert choice["finish_reason"] == "abort"
-    assert len(choice["token_ids"]) < 160
+    assert len(choice["token_ids"]) < 600
 
 
 def test_frozen_core_is_seen_and_blocks_nobody(driver: Driver) -> None:

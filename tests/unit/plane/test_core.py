@@ -112,7 +112,7 @@ def test_a_run_whose_launcher_gave_up_fails_at_once() -> None:
     world = World([0, 1], has_launcher=True)
     world.serve(0)
     world.feed(GroupLaunched(0, 0, "failed", ("http://g0e0.0",), "g0e0 ended with 1"))
-    assert world.failed is None
+    assert not world.failed
     world.feed(GroupLaunched(1, 0, "failed", ("http://g1e0.0",), "g1e0 ended with 1"))
     assert world.failed is not None
     assert world.failed.startswith("no capacity: no group will be started again")

@@ -37,7 +37,7 @@ _KINDS: tuple[type[Op], ...] = (
 )  # fmt: skip
 _OUTCOMES: tuple[Outcome, ...] = ("fail", "unknown", "lost_reply", "slow")
 _FLEETS = ((0,), (0, 1), (0, 0, 1, 1), (0, 1, 1, 2), (0, 0, 0, 1, 2))
-_NUM_SEEDS = 300
+_NUM_SEEDS = 200
 
 
 def _world(chance: random.Random) -> World:

@@ -18,6 +18,7 @@ from orchestrator.plane.commands import (
     Open,
     Pause,
     ReadVersion,
+    Report,
     Resume,
     Send,
     Stage,
@@ -280,7 +281,7 @@ def test_a_false_version_after_the_commit() -> None:
     world.engines[G1E0].version = 7
     finished(world, 1)
     assert ("evicted", "version_mismatch") in world.reports(1)
-    details = [r.detail for _, _, cs in world.log for r in cs if getattr(r, "group", None) == 1]
+    details = [report.detail for report in world.commands(Report)]
     assert "g1e0 reports v7 after the commit of v1" in details
 
 
@@ -462,7 +463,7 @@ def test_a_new_trainer_between_updates() -> None:
 
 @pytest.mark.parametrize("phase", ["open", "join", "stage"])
 def test_an_update_that_takes_too_long_before_the_commit_fails(phase: str) -> None:
-    kind: type[Op] = {"open": Open, "join": Join, "stage": Send}[phase]  # type: ignore[assignment]
+    kind: type[Op] = {"open": Open, "join": Join, "stage": Send}[phase]
     world = World(update_timeout_s=60.0, max_regroups=99, admin_timeout_s=40.0,
                   join_timeout_s=40.0, stage_timeout_s=40.0)  # fmt: skip
     world.fault(kind, "unknown", slot=TRAINER, times=2)
