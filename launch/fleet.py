@@ -148,7 +148,10 @@ class Fleet:
         if before in ("starting", "running"):
             due = self._keeper.relaunch_at(command.group)
             when = "" if due is None else f", relaunch in {max(0.0, due - self._now()):.1f} s"
-            self._say(f"{process.spec.name} ended: {ended}{when}; log: {process.log_path}")
+            # A life that never came up says why itself, in its last line.
+            last = exit_.log_tail[-1:] if before == "starting" else []
+            lines = "".join(f"\n    {line}" for line in last)
+            self._say(f"{process.spec.name} ended: {ended}{when}; log: {process.log_path}{lines}")
 
     async def _until_up(self, process: ManagedProcess, command: StartGroup, index: int) -> None:
         """Report the first answer of a member; the keeper bounds how long that may take."""

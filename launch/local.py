@@ -80,20 +80,17 @@ def _run(config: RunConfig) -> int:
     with ExitStack() as stack:
         run_dir = RunDir(output_dir)
         stack.callback(run_dir.release)
-        directory = runtime_dir()
-        lease = stack.enter_context(
-            lease_ports(names, _allowed_ports(config), directory=directory / "ports", host=_HOST)
-        )
-        scratch = directory / launch_id
+        lease = stack.enter_context(lease_ports(names, _allowed_ports(config), host=_HOST))
+        scratch = runtime_dir() / launch_id
         scratch.mkdir(mode=0o700)
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        stack.enter_context(_guardian(mark, scratch))
         run_id = config.run_id or new_run_id(config.name)
         plan = build_plan(config, _facts(config, run_id, lease.ports, scratch))
         write_plan_files(plan.output_dir, plan.files)
-        ensure_model(config, output_dir, say=say_on_console)
+        ensure_model(config, output_dir, mark=mark, say=say_on_console)
         token = new_admin_token()
         run_dir.write_token(token)
-        stack.enter_context(_guardian(mark, scratch))
         code = asyncio.run(_main(plan, run_dir, ledger, launch_id, token))
         left = settle(mark, lease.ports, ledger, host=_HOST)
     say_on_console(f"stopped; {left}")
@@ -101,7 +98,7 @@ def _run(config: RunConfig) -> int:
 
 
 async def _main(plan: Plan, run_dir: RunDir, ledger: ShmLedger, launch_id: str, token: str) -> int:
-    table = ProcessTable(launch_id, _base_environment(os.environ, token))
+    table = ProcessTable(launch_id, base_environment(os.environ, token))
     running = LocalRun(
         plan,
         run_dir,
@@ -114,7 +111,7 @@ async def _main(plan: Plan, run_dir: RunDir, ledger: ShmLedger, launch_id: str, 
     return await running.main()
 
 
-def _base_environment(inherited: Mapping[str, str], token: str) -> dict[str, str]:
+def base_environment(inherited: Mapping[str, str], token: str) -> dict[str, str]:
     """What every process starts from: the user's environment without settings of this command.
 
     `MUSTER_...` variables have been read into the plan; a process that read them again could

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import socket
 import stat
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,8 @@ CanBind = Callable[[str, int], bool]
 _EPHEMERAL_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # Linux's default, for systems that do not publish theirs.
 _EPHEMERAL_RANGE_DEFAULT = (32768, 60999)
+# Not what TMPDIR says: two runs must look for one another's locks in the same place.
+_RUNTIME_ROOT = Path("/tmp")
 
 
 class PortsExhausted(RuntimeError):
@@ -62,7 +63,7 @@ def can_bind(host: str, port: int) -> bool:
 
 def runtime_dir_path() -> Path:
     """Where this user's locks and short-lived files are."""
-    return Path(tempfile.gettempdir()) / f"muster-{os.getuid()}"
+    return _RUNTIME_ROOT / f"muster-{os.getuid()}"
 
 
 def runtime_dir() -> Path:
@@ -114,14 +115,17 @@ def lease_ports(
     names: Sequence[str],
     ports: Iterable[int],
     *,
-    directory: Path,
+    directory: Path | None = None,
     host: str = "127.0.0.1",
     is_free: CanBind = can_bind,
 ) -> PortLease:
     """Hold one port of `ports` for each of `names`; the first free ones, in order.
 
-    Lock files are `directory/port-<number>.lock`. Raises PortsExhausted, holding nothing.
+    Lock files are `directory/port-<number>.lock`; all runs of a machine must use the same
+    directory, which is the default. Raises PortsExhausted, holding nothing.
     """
+    if directory is None:
+        directory = runtime_dir() / "ports"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     lease = PortLease({}, {})
     chosen: dict[str, int] = {}

@@ -6,6 +6,7 @@ by a process of their own: building imports torch, the launcher does not.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.processes import tail
+from launch.sweep import MARK_VARIABLE
 
 if TYPE_CHECKING:
     from launch.config import RunConfig
@@ -36,9 +38,17 @@ def model_dir(config: RunConfig, output_dir: Path) -> Path:
 
 
 def ensure_model(
-    config: RunConfig, output_dir: Path, *, say: Callable[[str], None], python: str = sys.executable
+    config: RunConfig,
+    output_dir: Path,
+    *,
+    mark: str,
+    say: Callable[[str], None],
+    python: str = sys.executable,
 ) -> Path:
-    """Directory of the model, built where it is missing or out of date. Raises ModelError."""
+    """Directory of the model, built where it is missing or out of date. Raises ModelError.
+
+    `mark` is put on the process that builds it, so that it does not outlive the launcher.
+    """
     name = config.model.path
     target = model_dir(config, output_dir)
     if name not in BUILT_MODELS:
@@ -56,6 +66,7 @@ def ensure_model(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                env={**os.environ, MARK_VARIABLE: mark},
                 timeout=_BUILD_TIMEOUT_S,
                 check=False,
             ).returncode

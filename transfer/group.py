@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ Backend = Literal["gloo", "nccl"]
 
 _POLL_MIN_S = 0.00005
 _POLL_MAX_S = 0.002
+_SLICE_S = 0.1
 # Gloo can lose the news of a broken connection: a send that its event loop has just picked up is
 # told of no error and waits for its timeout. So blocked calls look at the connections themselves.
 _LOOK_INTERVAL_S = 0.25
@@ -58,24 +60,34 @@ class Pending:
 
     def wait(self, deadline: float) -> None:
         """Block until done. `deadline` is a `time.monotonic()` instant. Raises TransferError."""
-        pause = _POLL_MIN_S
+        pause_s = _POLL_MIN_S
         next_look = time.monotonic() + _LOOK_INTERVAL_S
         while not self._work.is_completed():
-            if self._group.wait_aborted(pause):
-                break
+            self._group.raise_if_aborted("broadcast")
             now = time.monotonic()
             if now >= deadline:
                 raise self._group.error(TransferTimeout, "deadline passed", "broadcast")
             if now >= next_look:
                 next_look = now + _LOOK_INTERVAL_S
                 self._group.check_connections()
-            pause = min(pause * 2, _POLL_MAX_S)
+            self._doze(pause_s, min(deadline, next_look) - now)
+            pause_s = min(pause_s * 2, _POLL_MAX_S)
         self._group.raise_if_aborted("broadcast")
         try:
             self._work.wait()
         except RuntimeError as exc:
             self._group.raise_if_aborted("broadcast")
             raise self._group.error(PeerLost, brief(exc), "broadcast") from exc
+
+    def _doze(self, pause_s: float, most_s: float) -> None:
+        """Sleep a while, at most `most_s`; shorter when the operation ends or is aborted."""
+        if self._group.backend != "gloo":
+            self._group.wait_aborted(min(pause_s, most_s))  # NCCL's wait does not wait for the GPU
+            return
+        # Woken by the operation itself, which an abort ends; polling would cost CPU time that the
+        # bytes need.
+        with suppress(RuntimeError):  # not done yet, or failed: the caller looks
+            self._work.wait(timedelta(seconds=max(min(_SLICE_S, most_s), 0.001)))
 
 
 class TransferGroup:

@@ -18,7 +18,7 @@ import pytest
 from launch.accounting import ShmLedger, settle
 from launch.local_plan import Plan
 from launch.local_run import LocalRun
-from launch.ports import candidates, ephemeral_range, lease_ports, runtime_dir
+from launch.ports import candidates, ephemeral_range, lease_ports
 from launch.processes import ProcessSpec, ProcessTable
 from launch.relaunch import RelaunchPolicy
 from launch.run_dir import RunDir, RunIsAlive
@@ -110,7 +110,7 @@ def _spec(
 @contextmanager
 def _bench(out: Path, groups: list[int], flags: dict[str, list[str]]) -> Iterator[Bench]:
     allowed = candidates(18000, 30999, ephemeral_range())
-    with lease_ports(port_names(groups), allowed, directory=runtime_dir()) as lease:
+    with lease_ports(port_names(groups), allowed) as lease:
         ports = dict(lease.ports)
         topology = build_topology(groups, ports)
         plan = Plan(

@@ -41,7 +41,7 @@ def test_the_router_starts_empty_with_the_gate_as_its_health_check() -> None:
         "--health-check-endpoint /ready --health-check-interval-secs 1 "
         "--health-check-timeout-secs 2 --health-failure-threshold 2 --health-success-threshold 1 "
         "--cb-failure-threshold 5 --cb-timeout-duration-secs 5 --cb-success-threshold 1 "
-        "--request-timeout-secs 14400 --log-level warning "
+        "--request-timeout-secs 14400 --disable-retries --log-level warning "
         "--prometheus-port 7001 --request-id-headers x-session-id"
     )
     removed = {name for name, value in router.env.items() if value is None}

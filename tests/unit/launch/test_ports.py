@@ -129,7 +129,7 @@ def test_a_port_with_a_listener_cannot_be_bound(bound_to: str) -> None:
 
 
 def test_runtime_dir_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ports_module.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(ports_module, "_RUNTIME_ROOT", tmp_path)
     path = runtime_dir()
     assert path == tmp_path / f"muster-{os.getuid()}"
     assert path.stat().st_mode & 0o777 == 0o700
@@ -147,3 +147,13 @@ def test_free_ports_are_looked_at_and_not_held() -> None:
     assert free_ports(["a", "b"], range(10), host="h", is_free=is_free) == {"a": 1, "b": 3}
     with pytest.raises(PortsExhausted, match="only 1 of 2"):
         free_ports(["a", "b"], [1, 2], host="h", is_free=is_free)
+
+
+def test_all_runs_of_a_user_look_for_locks_in_one_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ports_module, "_RUNTIME_ROOT", tmp_path)
+    with lease_ports(["a"], [7000], is_free=_always):
+        monkeypatch.setenv("TMPDIR", str(tmp_path / "elsewhere"))
+        with pytest.raises(PortsExhausted):
+            lease_ports(["a"], [7000], is_free=_always)

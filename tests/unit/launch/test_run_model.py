@@ -31,16 +31,18 @@ def test_a_directory_with_a_model_is_taken_as_it_is(tmp_path: Path) -> None:
     said: list[str] = []
     config = _config(str(tmp_path))
     with pytest.raises(ModelError, match=r"has no config\.json: not a model"):
-        ensure_model(config, tmp_path / "run", say=said.append)
+        ensure_model(config, tmp_path / "run", mark="m/", say=said.append)
     (tmp_path / "config.json").write_text("{}")
-    assert ensure_model(config, tmp_path / "run", say=said.append) == tmp_path
+    assert ensure_model(config, tmp_path / "run", mark="m/", say=said.append) == tmp_path
     assert said == []
 
 
 def test_a_named_model_is_built_by_a_process_of_its_own(tmp_path: Path) -> None:
     said: list[str] = []
     python = _python(tmp_path, 'echo "$@"')
-    target = ensure_model(_config("tiny"), tmp_path / "run", say=said.append, python=python)
+    target = ensure_model(
+        _config("tiny"), tmp_path / "run", mark="m/", say=said.append, python=python
+    )
     assert target == tmp_path / "models" / "tiny"
     assert said[0].startswith(f"model tiny in {target}, built if need be")
     assert (tmp_path / "run" / "logs" / "model.log").read_text() == (
@@ -51,4 +53,6 @@ def test_a_named_model_is_built_by_a_process_of_its_own(tmp_path: Path) -> None:
 def test_a_failed_build_says_how_it_ended(tmp_path: Path) -> None:
     python = _python(tmp_path, "echo no room left; exit 3")
     with pytest.raises(ModelError, match=r"failed, exit code 3; log: .*/model\.log\n    no room"):
-        ensure_model(_config("tiny"), tmp_path / "run", say=lambda _: None, python=python)
+        ensure_model(
+            _config("tiny"), tmp_path / "run", mark="m/", say=lambda _: None, python=python
+        )
