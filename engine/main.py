@@ -11,6 +11,7 @@ import asyncio
 import gc
 import logging
 import os
+import socket
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
@@ -30,7 +31,8 @@ def run(config: EngineConfig) -> int:
         tokens = read_secrets()
         die_with_parent()
         _check_installed()
-    except (ValueError, ParentGone, LookupError) as exc:
+        _check_address(config.host, config.port)
+    except (ValueError, LookupError, OSError, ParentGone) as exc:
         log.error("%s", exc)  # noqa: TRY400 - the message says it all
         return 2
     machine = Machine(is_cpu=_is_cpu_build())
@@ -46,8 +48,8 @@ def run(config: EngineConfig) -> int:
     log.info("vLLM imported after %.1f s", time.monotonic() - start)
     try:
         return asyncio.run(serve(config, tokens, machine))
-    except KeyboardInterrupt as exc:
-        log.info("stopped: %s", exc)
+    except KeyboardInterrupt:
+        log.info("stopped while starting")
         return 0
 
 
@@ -82,3 +84,14 @@ def _is_cpu_build() -> bool:
     except PackageNotFoundError:
         return False
     return True
+
+
+def _check_address(host: str, port: int) -> None:
+    """Fail before the slow part. Raises OSError when somebody else has the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+        except OSError as exc:
+            raise OSError(f"cannot listen on {host}:{port}: {exc.strerror}") from exc

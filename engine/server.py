@@ -11,6 +11,7 @@ Import this module only after the environment is set.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import signal
@@ -39,11 +40,14 @@ from engine.parent_death import die_with_parent
 from engine.vllm_control import VllmControl
 from engine.vllm_settings import Machine, starts_by_fork, vllm_argv
 
+log = logging.getLogger(__name__)
+
 _BOOT_ID_BYTES = 8
 # Far above any client's pool: a server that closes an idle connection just when a client uses it
 # makes an outcome unknown.
 _KEEP_ALIVE_S = 600
 _GRACE_S = 2
+_CORE_GRACE_S = 5.0  # requests are aborted at once; this is for workers to free shared memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +61,8 @@ class Served:
 
 async def serve(config: EngineConfig, tokens: EngineSecrets, machine: Machine) -> int:
     """Serve until SIGTERM or SIGINT (0) or until the engine core is gone (1)."""
-    signal.signal(signal.SIGTERM, _interrupt)  # until the server takes over
+    signal.signal(signal.SIGTERM, _stop_starting)  # until the server takes over
     args = parse_arguments(vllm_argv(config, machine))
-    check_address(config.host, config.port)
     counter = TokenCounter()
     llm = make_engine(args, counter, by_fork=starts_by_fork(config, machine))
     # Only now: a core that is forked with the socket would keep the port when we are gone.
@@ -79,7 +82,7 @@ async def serve(config: EngineConfig, tokens: EngineSecrets, machine: Machine) -
         # In this order, since vLLM reports a core that ends before its listeners as a crash.
         if llm.output_handler is not None:
             llm.output_handler.cancel()
-        llm.shutdown(timeout=llm.vllm_config.shutdown_timeout)
+        llm.shutdown(timeout=_CORE_GRACE_S)
         sock.close()
 
 
@@ -115,14 +118,6 @@ class Server(uvicorn.Server):
     def stop(self) -> None:
         """End soon: no new requests, a short time for those in flight."""
         self.should_exit = True
-
-
-def check_address(host: str, port: int) -> None:
-    """Fail early. Raises OSError when somebody else has the address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
 
 
 def parse_arguments(argv: list[str]) -> Any:
@@ -168,5 +163,8 @@ def make_served(
     return Served(VllmControl(config, keeper, link, counter), link, tokens)
 
 
-def _interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt(f"signal {signum} while starting")
+def _stop_starting(signum: int, frame: object) -> None:
+    """Nothing is served yet and nothing is worth saving; the kernel ends the core with us. An
+    exception would not do: it may come up in any frame of vLLM's, some of which swallow it."""
+    log.info("stopped while starting, by signal %d", signum)
+    os._exit(0)

@@ -78,12 +78,11 @@ class Progress:
         )
         self._console.event(text, _LEVELS[report.new])
 
-    def update_ended(self, update: UpdateEnded, snapshot: PlaneSnapshot) -> None:
+    def update_ended(self, update: UpdateEnded) -> None:
         """A version is in service, or could not be sent."""
         self._totals.generation = update.generation
         if update.outcome == "finished":
             self._update = update
-            self._totals.policy_version = snapshot.policy_version
             if update.version == 0 or update.num_regroups:
                 spent = sum(seconds for _, seconds in update.phase_s)
                 self._console.event(
@@ -106,6 +105,7 @@ class Progress:
         assert self._step is not None
         stats = self._step.stats
         self._totals.rewards.append(stats.reward_mean)
+        self._totals.policy_version = snapshot.policy_version
         record = StepRecord(
             step=step,
             policy_version=step + 1,

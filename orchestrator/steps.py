@@ -63,7 +63,7 @@ class StepLoop:
             case Report():
                 self._progress.group_changed(notice, snapshot)
             case UpdateEnded():
-                self._progress.update_ended(notice, snapshot)
+                self._progress.update_ended(notice)
             case Fail():
                 self._failure = notice.reason
                 self._failed.set()

@@ -56,8 +56,8 @@ class Bench:
         return self.num_ops, time.monotonic() + timeout_s, "test"
 
     async def join(self, generation: int = 1, timeout_s: float = TIMEOUT_S) -> OpResult:
-        where = ("127.0.0.1", 9, 1, 2)
-        return await self.driver.run(Join(*self.op(timeout_s), SLOT, generation, *where))
+        op = Join(*self.op(timeout_s), SLOT, generation, "127.0.0.1", 9, 1, 2)
+        return await self.driver.run(op)
 
     async def load(self, version: int, generation: int = 1) -> None:
         await self.join(generation)
@@ -123,16 +123,14 @@ async def test_a_staging_that_fails_inside(bench: Bench) -> None:
 
 async def test_a_healthy_engine_says_itself_that_it_is_late(bench: Bench) -> None:
     bench.spoil("join", "hang")
-    with pytest.raises(Refused, match="transfer is joining|transfer is failed"):
+    with pytest.raises(Refused, match=r"transfer is (joining|failed)"):
         await bench.join(timeout_s=0.5)
 
 
 async def test_a_hanging_engine_is_unknown_at_the_deadline(bench: Bench) -> None:
     bench.spoil("/pause", "hang")
-    start = time.monotonic()
     with pytest.raises(NoAnswer, match="no answer within"):
         await bench.driver.run(Pause(*bench.op(0.3), SLOT))
-    assert time.monotonic() >= start + 0.25
 
 
 async def test_a_lost_answer_is_unknown(bench: Bench) -> None:
@@ -144,7 +142,7 @@ async def test_a_lost_answer_is_unknown(bench: Bench) -> None:
 
 async def test_a_dead_engine_is_unknown(bench: Bench) -> None:
     bench.fleet.kill(SLOT)
-    with pytest.raises(NoAnswer, match="POST .*/resume"):
+    with pytest.raises(NoAnswer, match=r"POST .*/resume"):
         await bench.driver.run(Resume(*bench.op(), SLOT))
 
 

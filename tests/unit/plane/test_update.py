@@ -91,6 +91,12 @@ def test_ranks_are_laid_out_by_slot_and_width() -> None:
     assert {(op.host, op.port, op.world_size) for op in joins.values()} == {("trainer", 1001, 8)}
 
 
+def test_rank_0_waits_as_long_as_the_engines_may_need_to_join() -> None:
+    world = World((0,), admin_timeout_s=7.0, join_timeout_s=40.0)
+    world.serve(0)
+    assert world.commands(Open)[0].join_timeout_s == 47.0
+
+
 def test_a_stable_fleet_does_not_join_again_nor_admit_again() -> None:
     world = serving()
     num_joins, num_admits = len(world.commands(Open, Join)), len(world.commands(Admit))
