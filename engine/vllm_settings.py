@@ -93,7 +93,7 @@ def vllm_argv(config: EngineConfig, machine: Machine) -> list[str]:
         "worker-extension-cls": "engine.weight_transfer.WorkerExtension",
         "disable-uvicorn-access-log": True,  # the router asks each second
         "uvicorn-log-level": "warning",
-        # Of the distribution that was sampled from, temperature included: importance weights need it.
+        # Of the distribution that was sampled from, temperature included, as the loss needs.
         "logprobs-mode": "processed_logprobs",
         "enable-scale-out": True,  # token in, token out: /inference/v1/generate
         "disable-fastapi-docs": True,
