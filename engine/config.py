@@ -86,7 +86,7 @@ class InferenceConfig(Config):
         0.5, description="Time between two questions of the API server to its engine core."
     )
     liveness_timeout_s: Seconds = Field(
-        30.0,
+        90.0,
         description="`/liveness` fails when the engine core has not answered for so long. A "
         "commit of large weights must fit in.",
     )

@@ -51,6 +51,7 @@ def vllm_environment(config: EngineConfig, machine: Machine) -> dict[str, str]:
     env = {
         "HF_HUB_OFFLINE": "1",  # the model is a directory; nothing is looked up
         "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive a fork
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # an aborted transfer is no reason for stacks of frames
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # our deadlines do the watchdog's work
         "VLLM_LOGGING_LEVEL": config.inference.log_level,
         "VLLM_LOGGING_PREFIX": f"[{config.slot.engine_id}] ",
