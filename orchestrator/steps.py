@@ -7,6 +7,7 @@ never more than one step ahead; rollouts go on meanwhile, bounded by `max_off_po
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -94,6 +95,7 @@ class StepLoop:
             try:
                 for step in range(first_step, self._config.max_steps):
                     await self._step(service, step)
+                await self._settle()
             finally:
                 self._service = None
                 await service.stop()
@@ -141,6 +143,14 @@ class StepLoop:
         finally:
             task.cancel()
             failed.cancel()
+
+    async def _settle(self) -> None:
+        """Let the last update end: engines resume, and the trainer hears that it is finished."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.weight_broadcast.update_timeout_s):
+                while self._snapshot().update_version is not None:
+                    self._wake.clear()
+                    await self._wake.wait()
 
     def _check(self) -> None:
         if self._failure is not None:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import signal
-import string
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from orchestrator.rollouts.client import GenerationClient, Outcome
 from orchestrator.rollouts.config import RolloutsConfig
 from orchestrator.rollouts.env import load_environment
 from orchestrator.rollouts.service import RolloutService
 from orchestrator.rollouts.staleness import Admissions
-from orchestrator.rollouts.tokenizer import PromptTokenizer
 from tests.fakes.processes import FakeEngineProcess, RouterProcess, router_process
+from tests.helpers.tokenizers import letters_tokenizer
 from tests.integration.conftest import RUN_ID, EngineProcesses
 
 _DEADLINE_S = 20.0
@@ -74,15 +72,6 @@ def router_without_retries(tmp_path: Path) -> Iterator[RouterProcess]:
     """A real router that leaves trying again to us, so that every failure is seen and counted."""
     with router_process(log_dir=tmp_path, args=["--disable-retries"]) as started:
         yield started
-
-
-def letters_tokenizer(directory: Path) -> PromptTokenizer:
-    """A token a letter."""
-    vocabulary = {char: i for i, char in enumerate(["?", *string.ascii_letters, " ", ":"])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.save(str(directory / "tokenizer.json"))
-    return PromptTokenizer(directory)
 
 
 async def test_a_batch_is_completed_by_the_engines_that_are_left(
