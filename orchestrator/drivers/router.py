@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable
 
 import httpx
@@ -41,11 +42,15 @@ class RouterDriver:
         self._wish: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
         self._adding: dict[str, asyncio.Task[None]] = {}
+        self._asked_at: dict[str, float] = {}
         self._last: tuple[tuple[str, ...] | None, str] | None = None
 
     def want(self, urls: Iterable[str]) -> None:
         """The engines that should serve, by canonical URL."""
-        self._wish = frozenset(urls)
+        wish = frozenset(urls)
+        for url in wish - self._wish:
+            self._asked_at.pop(url, None)
+        self._wish = wish
         self._changed.set()
 
     async def run(self) -> None:
@@ -79,8 +84,12 @@ class RouterDriver:
                 task.cancel()
         for url in surplus:
             await self._ask("/remove_worker", url, _LIST_TIMEOUT_S)
+        now = asyncio.get_running_loop().time()
         for url in missing:
-            if url not in self._adding:
+            # An add that was refused at once is asked for again, but not at every look.
+            is_fresh = now >= self._asked_at.get(url, -math.inf) + _INTERVAL_S
+            if url not in self._adding and is_fresh:
+                self._asked_at[url] = now
                 self._adding[url] = asyncio.create_task(
                     self._ask("/add_worker", url, self._add_timeout_s)
                 )
