@@ -96,8 +96,9 @@ def used_files(directory: Path, pids: Iterable[int]) -> set[str]:
                 _, found, name = line.partition(prefix)
                 if found:
                     used.add(name)
-            for link in os.scandir(folder / "fd"):
-                target = os.readlink(link.path)
+            # A list, not an iterator: the process may end while its links are read.
+            for name in os.listdir(folder / "fd"):
+                target = os.readlink(folder / "fd" / name)
                 if target.startswith(prefix):
                     used.add(target.removeprefix(prefix))
         except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -106,4 +107,4 @@ def used_files(directory: Path, pids: Iterable[int]) -> set[str]:
 
 
 def _all_pids() -> list[int]:
-    return [int(entry.name) for entry in os.scandir(_PROC) if entry.name.isdigit()]
+    return [int(name) for name in os.listdir(_PROC) if name.isdigit()]

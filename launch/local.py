@@ -166,4 +166,4 @@ def _num_gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([item for item in visible.split(",") if item.strip()])
-    return sum(1 for entry in os.scandir("/dev") if GPU_DEVICE.fullmatch(entry.name))
+    return sum(1 for name in os.listdir("/dev") if GPU_DEVICE.fullmatch(name))

@@ -23,5 +23,5 @@ def this_machine() -> Machine:
         is_cpu_build = "+cpu" in importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         is_cpu_build = True
-    has_device = any(GPU_DEVICE.fullmatch(entry.name) for entry in os.scandir("/dev"))
+    has_device = any(GPU_DEVICE.fullmatch(name) for name in os.listdir("/dev"))
     return Machine(has_cuda=has_device and not is_cpu_build)

@@ -46,15 +46,15 @@ def find_marked(mark: str, *, ignore: Sequence[int] = ()) -> list[Found]:
     """Living processes whose mark starts with `mark`, by pid. Zombies do not live."""
     wanted = f"{MARK_VARIABLE}={mark}".encode()
     found = []
-    for entry in os.scandir(_PROC):
-        if not entry.name.isdigit() or int(entry.name) in ignore:
+    for name in os.listdir(_PROC):
+        if not name.isdigit() or int(name) in ignore:
             continue
-        folder = _PROC / entry.name
+        folder = _PROC / name
         try:
             environ = (folder / "environ").read_bytes()
             if not any(item.startswith(wanted) for item in environ.split(b"\0")):
                 continue
-            found.append(Found(int(entry.name), (folder / "cmdline").read_bytes()))
+            found.append(Found(int(name), (folder / "cmdline").read_bytes()))
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # ended while we looked, or somebody else's
     return sorted(found, key=lambda process: process.pid)

@@ -82,12 +82,16 @@ class Bench:
         )
 
     async def end(self, name: str, code: int) -> None:
-        """Make a stand-in exit."""
+        """Make a stand-in exit, once it serves."""
+        url = f"http://127.0.0.1:{self.ports[name]}/exit/{code}"
         async with httpx.AsyncClient(trust_env=False) as client:
-            try:
-                await client.post(f"http://127.0.0.1:{self.ports[name]}/exit/{code}")
-            except httpx.HTTPError:
-                return
+            while True:
+                try:
+                    await client.post(url)
+                except httpx.ConnectError:
+                    await asyncio.sleep(0.02)  # it is starting; the run's deadline bounds this
+                except httpx.HTTPError:
+                    return
 
 
 def _spec(
