@@ -31,16 +31,16 @@ from transfer.send import send
 
 _TIMEOUT_S = 120.0
 _HIDDEN = 1024
-_PASSED = ("megabytes", "world", "bucket-mb", "rounds")
+_PASSED = ("megabytes", "world", "bucket-mb", "rounds", "backend")
 
 
-def make_params(num_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+def make_params(num_bytes: int, device: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Float32 matrices and norms in the proportions of a small language model."""
     index = 0
     while num_bytes > 0:
         rows = min(4 * _HIDDEN, max(num_bytes // (4 * _HIDDEN), 1))
-        yield f"layers.{index}.weight", torch.randn(rows, _HIDDEN)
-        yield f"layers.{index}.norm", torch.ones(_HIDDEN)
+        yield f"layers.{index}.weight", torch.randn(rows, _HIDDEN, device=device)
+        yield f"layers.{index}.norm", torch.ones(_HIDDEN, device=device)
         num_bytes -= 4 * _HIDDEN * (rows + 1)
         index += 1
 
@@ -49,6 +49,7 @@ def run_rank(args: argparse.Namespace) -> None:
     """One process of the benchmark; rank 0 prints its port and then a line of JSON a round."""
     torch.set_num_threads(1)
     rank, port = args.rank, args.port
+    device = "cpu" if args.backend == "gloo" else f"cuda:{rank}"
     rendezvous = listen("127.0.0.1") if rank == 0 else None
     if rendezvous is not None:
         port = rendezvous.port
@@ -59,28 +60,29 @@ def run_rank(args: argparse.Namespace) -> None:
         generation=1,
         rank=rank,
         world_size=args.world,
-        backend="gloo",
-        device="cpu",
+        backend=args.backend,
+        device=device,
         timeout_s=_TIMEOUT_S,
         store=rendezvous.store if rendezvous is not None else None,
     )
-    params = list(make_params(args.megabytes << 20)) if rank == 0 else []
-    total = torch.tensor([sum(tensor.nbytes for _, tensor in params)])
+    params = list(make_params(args.megabytes << 20, device)) if rank == 0 else []
+    total = torch.tensor([sum(tensor.nbytes for _, tensor in params)], device=device)
     group.broadcast(total, timeout_s=_TIMEOUT_S)
-    flat = torch.ones(int(total.item()), dtype=torch.uint8)
+    flat = torch.ones(int(total.item()), dtype=torch.uint8, device=device)
     staging = Staging()
     for number in range(args.rounds + 1):  # the first round touches all memory
         raw_s = _raw(group, flat)
+        group.broadcast(flat[:1], timeout_s=_TIMEOUT_S)
         ours_s, num_bytes = _ours(group, params, staging, number, args.bucket_mb << 20)
         if rank == 0 and number > 0:
             row = {"raw_s": raw_s, "ours_s": ours_s, "num_bytes": num_bytes}
             print(json.dumps(row), flush=True)
-    _raw(group, torch.zeros(1))
+    _raw(group, flat[:1])
     group.close()
 
 
 def _raw(group: TransferGroup, flat: torch.Tensor) -> float:
-    group.broadcast(torch.zeros(1), timeout_s=_TIMEOUT_S)
+    group.broadcast(flat[:1], timeout_s=_TIMEOUT_S)
     start = time.perf_counter()
     group.broadcast(flat, timeout_s=_TIMEOUT_S)
     return time.perf_counter() - start
@@ -93,7 +95,6 @@ def _ours(
     version: int,
     bucket_bytes: int,
 ) -> tuple[float, int]:
-    group.broadcast(torch.zeros(1), timeout_s=_TIMEOUT_S)
     start = time.perf_counter()
     if group.rank > 0:
         staged = receive(group, version=version, timeout_s=_TIMEOUT_S, staging=staging)
@@ -117,6 +118,7 @@ def main() -> int:
     parser.add_argument("--world", type=int, default=3, help="processes, sender included")
     parser.add_argument("--bucket-mb", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
