@@ -139,7 +139,7 @@ class EngineDriver:
         await self._await(command, command.generation, "joined")
 
     async def _stage(self, command: Stage) -> OpResult:
-        await self._post(command, "/start_weight_update", {})
+        # No /start_weight_update before it: that only drops staged bytes, and receiving does too.
         info = UpdateInfo(
             generation=command.generation,
             version=command.version,

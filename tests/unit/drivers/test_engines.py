@@ -237,7 +237,6 @@ async def test_another_version_than_the_one_asked_for_was_staged() -> None:
     empty = JSONResponse({})
     server, url = await _odd(
         {
-            "/start_weight_update": empty,
             "/update_weights": empty,
             "/await_weight_transfer": JSONResponse(status),
         }
