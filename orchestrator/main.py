@@ -46,13 +46,18 @@ _WANDB_CLOSE_S = 30.0
 
 
 def run(config: OrchestratorConfig) -> int:
-    """Run to the end. Exit code: 0 finished, 1 failed, 128 + signal when stopped."""
+    """Run to the end. Exit code: 0 finished, 1 failed, 2 no token, 128 + signal when stopped."""
     logging.basicConfig(
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        admin_token()
+    except ValueError as error:
+        print(f"muster orchestrator: {error}", file=sys.stderr)
+        return 2
     return uvloop.run(_run(config))
 
 
