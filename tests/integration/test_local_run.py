@@ -297,6 +297,9 @@ def test_a_signal_stops_everything(tmp_path: Path, number: signal.Signals, code:
 def test_a_second_signal_kills(tmp_path: Path) -> None:
     async def script(bench: Bench) -> None:
         await bench.until_running(0)
+        # It ignores SIGTERM only once it serves; before that the run would be over at once.
+        log = tmp_path / "logs" / "trainer.0.log"
+        await bench.until(lambda: "serving as life 0" in log.read_text())
         os.kill(os.getpid(), signal.SIGINT)
         await bench.until(lambda: bench.messages[-1].startswith("SIGINT: stopping"))
         os.kill(os.getpid(), signal.SIGINT)
