@@ -80,7 +80,19 @@ def run(config: TrainerConfig) -> int:
             loop.follow()
     finally:
         world.close()
+    if world.size > 1:
+        _leave()
     return 0
+
+
+def _leave() -> None:
+    """End this rank now, in order: everything is on disk, and the group is left. Threads that
+    torch keeps for a group of several ranks can abort the process while the interpreter ends
+    (seen: SIGABRT, "terminate called without an active exception"), which looks like a crash."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _lead(config: TrainerConfig, world: World, learner: Learner, loop: Loop, token: str) -> None:

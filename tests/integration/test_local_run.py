@@ -179,6 +179,8 @@ def test_a_run_succeeds_when_the_orchestrator_ends(tmp_path: Path) -> None:
     async def script(bench: Bench) -> None:
         await bench.until_running(0, 0)
         assert set(bench.pids()) == {"router", "g0e0", "g1e0", "trainer", "orchestrator"}
+        posted = tmp_path / "views.jsonl"
+        await bench.until(lambda: posted.read_text().count('"running"') >= 2)
         await bench.end("trainer", 0)
         await bench.end("orchestrator", 0)
 
