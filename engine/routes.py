@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -46,15 +46,17 @@ class EngineRoute(NamedTuple):
 
 
 class InitBody(Body):
-    """Body of /init_weight_transfer_engine."""
+    """Body of /init_weight_transfer_engine. The answer waits up to `wait_s` for the stage."""
 
     init_info: InitInfo
+    wait_s: float = Field(default=0.0, ge=0)
 
 
 class UpdateBody(Body):
-    """Body of /update_weights."""
+    """Body of /update_weights. The answer waits up to `wait_s` for the stage."""
 
     update_info: UpdateInfo
+    wait_s: float = Field(default=0.0, ge=0)
 
 
 class FinishBody(Body):
@@ -127,24 +129,25 @@ class _Api:
         return _answer(self._control.identity())
 
     async def init_transfer(self, request: Request) -> Response:
-        info = (await _read(request, InitBody)).init_info
+        body = await _read(request, InitBody)
+        info = body.init_info
         if info.generation <= self._control.generation:
             raise Conflict(
                 f"generation {info.generation} is not above the last one, "
                 f"{self._control.generation}"
             )
         await self._control.init_transfer(info)
-        return _done("weight transfer is joining")
+        return _answer(await self._control.wait_transfer("joined", body.wait_s))
 
     async def start_update(self, request: Request) -> Response:
         await self._control.start_update()
         return _done("weight update started")
 
     async def update_weights(self, request: Request) -> Response:
-        info = (await _read(request, UpdateBody)).update_info
-        self._check_generation(info.generation)
-        await self._control.receive(info)
-        return _done("weight transfer is receiving")
+        body = await _read(request, UpdateBody)
+        self._check_generation(body.update_info.generation)
+        await self._control.receive(body.update_info)
+        return _answer(await self._control.wait_transfer("staged", body.wait_s))
 
     async def await_transfer(self, request: Request) -> Response:
         body = await _read(request, AwaitRequest)

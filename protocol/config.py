@@ -47,7 +47,9 @@ class WeightBroadcastConfig(Config):
         "127.0.0.1",
         description="Address of the trainer that engines connect to. Must be routable from every engine's node.",
     )
-    bucket_mb: int = Field(64, ge=1, le=4096, description="Size of one broadcast bucket, in MiB.")
+    bucket_mb: int = Field(
+        16, ge=1, le=4096, description="Size of one broadcast bucket, in MiB; four are under way."
+    )
     join_timeout_s: Seconds = Field(
         30.0, description="Longest wait for all ranks of a generation to join."
     )

@@ -29,6 +29,11 @@ from transfer.errors import PeerLost, TransferAborted, TransferError, TransferTi
 
 Backend = Literal["gloo", "nccl"]
 
+# Broadcasts that both sides keep under way. Two leave the wire idle whenever a rank digests a
+# bucket while its peers are ahead; more than four bring nothing and cost memory.
+NUM_IN_FLIGHT = 4
+_GLOO_THREADS = 3  # operations that move bytes at a time
+
 _POLL_MIN_S = 0.00005
 _POLL_MAX_S = 0.002
 _SLICE_S = 0.1
@@ -77,7 +82,9 @@ class Pending:
             self._work.wait()
         except RuntimeError as exc:
             self._group.raise_if_aborted("broadcast")
-            raise self._group.error(PeerLost, brief(exc), "broadcast") from exc
+            # Gloo's own timer has the same length and may be the first.
+            kind = TransferTimeout if "Timed out waiting" in str(exc) else PeerLost
+            raise self._group.error(kind, brief(exc), "broadcast") from exc
 
     def _doze(self, pause_s: float, most_s: float) -> None:
         """Sleep a while, at most `most_s`; shorter when the operation ends or is aborted."""
@@ -218,7 +225,7 @@ def make_process_group(
         options = ProcessGroupGloo._Options()
         options._devices = [gloo_device]
         options._timeout = timedelta(seconds=timeout_s)
-        options._threads = 2  # two buckets in flight
+        options._threads = _GLOO_THREADS
         return ProcessGroupGloo(store, rank, world_size, options)
     from torch.distributed import ProcessGroupNCCL  # missing in builds without CUDA
 

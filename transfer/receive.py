@@ -1,15 +1,16 @@
 """A receiver's half of a transfer: buckets into staging memory, nothing loaded yet.
 
-    header, manifest -> checked -> room for all bytes -> bucket k+1 arrives while k is digested
+    header, manifest -> checked -> room for all bytes -> later buckets arrive while one is digested
 
 Bytes land in one flat staging range, in place where the group's device is the staging device, else
-through two device buckets. `Staged.tensors()` are views of it. A transfer that fails leaves nothing
-but reusable memory.
+through a ring of device buckets. `Staged.tensors()` are views of it. A transfer that fails leaves
+nothing but reusable memory.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from transfer.bucket import Plan, read_param
 from transfer.digest import DIGEST_BYTES, Digest
 from transfer.errors import TransferError, TransferMismatch
-from transfer.group import Pending, TransferGroup
+from transfer.group import NUM_IN_FLIGHT, Pending, TransferGroup
 from transfer.wire import decode_header, decode_plan, empty_header
 
 
@@ -126,7 +127,7 @@ def _broadcast(group: TransferGroup, data: torch.Tensor, deadline: float) -> tor
 
 
 class _Receiver:
-    """Payload loop: the next bucket is posted before the last one is digested."""
+    """Payload loop: later buckets are posted before the oldest is waited for and digested."""
 
     def __init__(
         self, group: TransferGroup, plan: Plan, flat: torch.Tensor, deadline: float
@@ -136,27 +137,33 @@ class _Receiver:
         self._flat = flat
         self._deadline = deadline
         self._in_place = flat.device == group.device
-        size = 0 if self._in_place else plan.max_bucket_bytes
-        self._buffers = [torch.empty(size, dtype=torch.uint8, device=group.device) for _ in "ab"]
+        num_buffers = 0 if self._in_place else min(NUM_IN_FLIGHT, len(plan.buckets))
+        self._buffers = [
+            torch.empty(plan.max_bucket_bytes, dtype=torch.uint8, device=group.device)
+            for _ in range(num_buffers)
+        ]
 
     def run(self) -> Digest:
         """All buckets; returns their digest."""
         digest = Digest()
-        num_buckets = len(self._plan.buckets)
-        current: tuple[torch.Tensor, Pending] | None = None
-        for bucket in range(num_buckets + 1):
-            following = self._post(bucket) if bucket < num_buckets else None
-            if current is not None:
-                data, pending = current
-                pending.wait(self._deadline)
-                digest.update(data)
-                if not self._in_place:
-                    start, end = self._plan.buckets[bucket - 1]
-                    self._flat[start:end].copy_(data)
-            current = following
+        in_flight: deque[tuple[torch.Tensor, Pending]] = deque()
+        num_posted = 0
+        for start, end in self._plan.buckets:
+            while num_posted < len(self._plan.buckets) and len(in_flight) < NUM_IN_FLIGHT:
+                in_flight.append(self._post(num_posted))
+                num_posted += 1
+            data, pending = in_flight.popleft()
+            pending.wait(self._deadline)
+            digest.update(data)
+            if not self._in_place:
+                self._flat[start:end].copy_(data)
         return digest
 
     def _post(self, bucket: int) -> tuple[torch.Tensor, Pending]:
         start, end = self._plan.buckets[bucket]
-        data = self._flat[start:end] if self._in_place else self._buffers[bucket % 2][: end - start]
+        if self._in_place:
+            data = self._flat[start:end]
+        else:
+            # Its last user was digested and copied: no more than the ring's length are in flight.
+            data = self._buffers[bucket % NUM_IN_FLIGHT][: end - start]
         return data, self._group.post(data, timeout_s=self._deadline - time.monotonic())

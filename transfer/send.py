@@ -1,9 +1,9 @@
 """Rank 0's half of a transfer: stream parameters as buckets.
 
-    params (one at a time) -> pack bucket k+1 while bucket k is on the wire -> digest
+    params (one at a time) -> pack the next bucket while earlier ones are on the wire -> digest
 
-Memory: two buckets and the parameters in them, never a copy of the model. A bucket that is one
-stretch of a parameter goes out straight from the parameter's memory.
+Memory: the buckets in flight and the parameters in them, never a copy of the model. A bucket that
+is one stretch of a parameter goes out straight from the parameter's memory.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ import torch
 from transfer.bucket import ParamMeta, Plan, Segment, byte_view, encode_manifest, make_plan
 from transfer.digest import Digest
 from transfer.errors import TransferError, TransferMismatch
-from transfer.group import Pending, TransferGroup
+from transfer.group import NUM_IN_FLIGHT, Pending, TransferGroup
 from transfer.wire import Header, encode_header
-
-NUM_IN_FLIGHT = 2
 
 
 class SendResult(NamedTuple):
@@ -43,8 +41,8 @@ def send(
 ) -> SendResult:
     """Broadcast `params` (in the order, dtypes and shapes of `manifest`) as policy `version`.
 
-    A yielded tensor must stay unchanged until the next but one is asked for. On any error the group
-    is aborted, so that no receiver stays blocked, and the error is raised.
+    A yielded tensor must stay unchanged until `send` returns. On any error the group is aborted, so
+    that no receiver stays blocked, and the error is raised.
     """
     start = time.monotonic()
     sender = _Sender(group, make_plan(manifest, bucket_bytes), start + timeout_s)

@@ -28,11 +28,11 @@ from orchestrator.plane.events import OpResult
 from protocol.engine_api import (
     AbortRequest,
     AdmitRequest,
-    AwaitRequest,
     Body,
     FenceRequest,
     Identity,
     InitInfo,
+    TransferState,
     TransferStatus,
     UpdateInfo,
     WeightVersion,
@@ -135,8 +135,8 @@ class EngineDriver:
             world_size=command.world_size,
             timeout_s=self._server_time(command.deadline),
         )
-        await self._post(command, "/init_weight_transfer_engine", {"init_info": _body(info)})
-        await self._await(command, command.generation, "joined")
+        body = {"init_info": _body(info), "wait_s": self._server_time(command.deadline)}
+        await self._reach(command, "/init_weight_transfer_engine", body, "joined")
 
     async def _stage(self, command: Stage) -> OpResult:
         # No /start_weight_update before it: that only drops staged bytes, and receiving does too.
@@ -145,22 +145,18 @@ class EngineDriver:
             version=command.version,
             timeout_s=self._server_time(command.deadline),
         )
-        await self._post(command, "/update_weights", {"update_info": _body(info)})
-        status = await self._await(command, command.generation, "staged")
+        body = {"update_info": _body(info), "wait_s": self._server_time(command.deadline)}
+        status = await self._reach(command, "/update_weights", body, "staged")
         if status.staged_version != command.version:
             raise Refused(200, f"staged version {status.staged_version}, not {command.version}")
         return OpResult(num_bytes=status.num_bytes, digest=status.digest or "")
 
-    async def _await(self, command: Join | Stage, generation: int, stage: str) -> TransferStatus:
-        request = AwaitRequest(
-            generation=generation,
-            stage="joined" if stage == "joined" else "staged",
-            timeout_s=self._server_time(command.deadline),
-        )
-        answer = await self._call("POST", command, "/await_weight_transfer", _body(request))
-        status = parse_body(TransferStatus, answer)
-        is_there = status.state == stage or (stage == "joined" and status.state == "staged")
-        if not is_there:
+    async def _reach(
+        self, command: Join | Stage, path: str, body: dict[str, Any], state: TransferState
+    ) -> TransferStatus:
+        """One request that starts the stage and waits for it: a fleet has many engines."""
+        status = parse_body(TransferStatus, await self._call("POST", command, path, body))
+        if status.state != state:
             raise Refused(200, f"transfer is {status.state}: {status.error or 'not in time'}")
         return status
 

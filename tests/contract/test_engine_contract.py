@@ -367,6 +367,35 @@ def test_update(engine: Engine) -> None:
         sender.close()
 
 
+def test_starting_a_stage_can_wait_for_it(engine: Engine) -> None:
+    version = engine.next_version()
+    sender = engine.new_sender()
+    try:
+        sender.start_join()
+        body = {**engine.init_body(sender), "wait_s": DEADLINE_S}
+        joined = TransferStatus.model_validate(engine.ok("/init_weight_transfer_engine", body))
+        assert (joined.state, joined.generation) == ("joined", sender.generation)
+        sent = sender.start_send(version, engine.weights)
+        info = {"generation": sender.generation, "version": version, "timeout_s": DEADLINE_S}
+        body = {"update_info": info, "wait_s": DEADLINE_S}
+        staged = TransferStatus.model_validate(engine.ok("/update_weights", body))
+        assert (staged.state, staged.staged_version) == ("staged", version)
+        assert staged.digest == sent.result(DEADLINE_S).digest
+    finally:
+        sender.close()
+
+
+def test_starting_a_stage_waits_no_longer_than_asked(engine: Engine) -> None:
+    sender = engine.new_sender()
+    try:
+        body = {**engine.init_body(sender), "wait_s": 0.05}
+        status = TransferStatus.model_validate(engine.ok("/init_weight_transfer_engine", body))
+        assert status.state == "joining"
+        engine.ok("/abort_weight_transfer", {"generation": sender.generation})
+    finally:
+        sender.close()
+
+
 def test_old_generation_cannot_be_joined(engine: Engine) -> None:
     engine.install()
     before = engine.identity()
@@ -633,6 +662,7 @@ def test_abort_requests_cuts_what_a_pause_holds(engine: Engine, pool: ThreadPool
         ("/update_weights", {}, "update_info"),
         ("/update_weights", {"update_info": {"extra": 1}}, "update_info.extra"),
         ("/update_weights", {"update_info": {"version": -1}}, "update_info.version"),
+        ("/init_weight_transfer_engine", {"init_info": {}, "wait_s": -1}, "wait_s"),
         ("/await_weight_transfer", {"generation": 1, "stage": "x", "timeout_s": 0}, "stage"),
         ("/await_weight_transfer", {"stage": "staged", "timeout_s": 0}, "generation"),
         ("/finish_weight_update", {"weight_version": "1"}, "generation"),

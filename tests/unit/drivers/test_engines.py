@@ -234,13 +234,7 @@ async def test_odd_answers_are_refusals(answer: Response, error: str) -> None:
 
 async def test_another_version_than_the_one_asked_for_was_staged() -> None:
     status = {"generation": 1, "state": "staged", "staged_version": 3}
-    empty = JSONResponse({})
-    server, url = await _odd(
-        {
-            "/update_weights": empty,
-            "/await_weight_transfer": JSONResponse(status),
-        }
-    )
+    server, url = await _odd({"/update_weights": JSONResponse(status)})
     try:
         async with AdminHttp("secret", connect_timeout_s=1.0) as http:
             driver = EngineDriver(http, lambda _: url, time.monotonic, lease_s=1.0)

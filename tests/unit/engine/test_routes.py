@@ -196,7 +196,8 @@ async def test_whole_update(http: httpx.AsyncClient, control: NotingControl) -> 
     assert answer.status_code == 200
     await http.post("/shutdown_weight_transfer_engine")
     assert control.calls == [
-        *("init 5", "start", "receive 7", "wait staged 2.0", "commit 7", "shutdown")
+        *("init 5", "wait joined 0.0", "start", "receive 7", "wait staged 0.0"),
+        *("wait staged 2.0", "commit 7", "shutdown"),
     ]
     assert control.keeper.weight_version == 7
 
