@@ -114,6 +114,7 @@ class Runtime:
     def _step(self, event: Event, drivers: Drivers) -> None:
         now = self._clock()
         commands = self.core.handle(now, event)
+        # Also when nothing follows: a replay must hear all that the core has heard.
         self._journal.append(now, event, commands)
         if self._journal.is_full:
             self._journal.rotate(self.core.memory())
