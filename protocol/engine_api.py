@@ -14,7 +14,7 @@ and the fake engine; one contract test holds both to this file. All admin routes
 | POST /fence | FenceRequest -> Identity; closes admission (idempotent) |
 | POST /abort_requests | {} ends every request in flight |
 | POST /pause?mode=keep, POST /resume, GET /is_paused | vLLM's own |
-| POST /init_weight_transfer_engine | {"init_info": InitInfo}; returns at once, the join runs beside the core; generation not above the last one: 409 |
+| POST /init_weight_transfer_engine | {"init_info": InitInfo}; returns at once (after a commit that is under way), the join runs beside the core; generation not above the last one: 409 |
 | POST /start_weight_update | {} |
 | POST /update_weights | {"update_info": UpdateInfo}; starts to receive and returns at once; foreign generation: 409 |
 | POST /await_weight_transfer | AwaitRequest -> TransferStatus once `stage` is reached, failed, or `timeout_s` is over (still 200: look at `state`); foreign generation: 409 |
