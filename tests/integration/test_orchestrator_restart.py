@@ -316,6 +316,24 @@ async def test_killed_in_each_moment_of_a_step(
     check_whole(bench, tmp_path)
 
 
+async def test_a_trainer_that_went_back_ends_the_run(
+    engine_processes: EngineProcesses,
+    fake_trainer: StartTrainer,
+    start: Callable[[Bench], contextlib.AbstractAsyncContextManager[Orchestrator]],
+    tmp_path: Path,
+) -> None:
+    engines = engine_processes(GROUPS)
+    async with bench_of(engines, await fake_trainer(step_s=0.05)) as bench:
+        async with start(bench) as run:
+            await run.until(lambda: len(newest(tmp_path, "UpdateEnded")) >= 3)
+            await kill(run)
+        bench.trainer = await fake_trainer()
+        async with start(bench) as run:
+            code, output = await run.end()
+    assert code == 1
+    assert "the trainer wants the batch of step 0, but version" in " ".join(output.split())
+
+
 async def test_a_second_orchestrator_is_refused(
     engine_processes: EngineProcesses,
     fake_trainer: StartTrainer,
