@@ -227,7 +227,7 @@ def check_whole(bench: Bench, directory: Path) -> None:
     assert story.divergence is None
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(240)
 async def test_killed_in_each_phase_of_an_update(
     engine_processes: EngineProcesses,
     fake_trainer: StartTrainer,

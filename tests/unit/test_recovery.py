@@ -193,6 +193,17 @@ def test_a_run_begins_and_goes_on(tmp_path: Path) -> None:
     assert [read_segment(path)[0].start for path in segments(tmp_path)] == [0, 1, 2]
 
 
+def test_a_journal_that_is_not_repeated_is_said_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(tmp_path)
+    with (tmp_path / "journal.jsonl").open("a") as file:
+        line = '{"type":"Fail","reason":"another Muster"}'
+        file.write(f'{{"t":8,"time":51,"event":{{"type":"Deadline"}},"commands":[{line}]}}\n')
+    assert start(tmp_path).start == 1
+    assert "line 2 is not repeated by this version of Muster: every group is loaded" in caplog.text
+
+
 def test_other_groups_are_not_this_run(tmp_path: Path) -> None:
     start(tmp_path)
     with pytest.raises(RunFailed, match=r"admin_engine_groups = \[0, 1\], but the journal in .* is "

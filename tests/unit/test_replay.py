@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 
 from launch.cli import main
-from orchestrator.drivers.journal import segments
+from orchestrator.drivers.journal import Journal, segments
+from orchestrator.recovery import recover
 from orchestrator.replay import replay
 from protocol.ids import Slot
 from tests.helpers.plane_journal import EPOCH, some_run, write_journal
@@ -133,6 +135,19 @@ def test_only_the_last_run_of_a_directory(
     assert "1 events" in output
     assert "g1" not in output
     assert "still out" in output
+
+
+def test_a_start_that_came_to_nothing(tmp_path: Path) -> None:
+    """Killed between its header and its first line."""
+    world = World([0, 1])
+    for _ in range(3):
+        journal = Journal(tmp_path / "journal.jsonl", lambda: EPOCH)
+        past = recover(tmp_path, "run")
+        memory = None if past is None else past.memory
+        journal.begin(dataclasses.replace(world.header, memory=memory))
+        journal.close()
+    story = replay(segments(tmp_path))
+    assert (story.divergence, story.num_events) == (None, 0)
 
 
 def test_failed_updates_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
