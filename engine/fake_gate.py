@@ -1,7 +1,8 @@
 """ASGI middleware that makes routes of a fake fail by its `FaultPlan`; outermost of all.
 
 A fault before the app means that nothing was done; `drop_reply` means that it was done and nobody
-heard of it: the case that makes an outcome unknown.
+heard of it, and `slow` that it is done even when whoever asked has gone meanwhile: the cases that
+make an outcome unknown.
 """
 
 from __future__ import annotations
@@ -46,10 +47,24 @@ class FaultGate:
                 await wait_for_disconnect(receive)
             case "slow":
                 assert rule is not None
+                read = await _whole_request(receive)
                 await asyncio.sleep(rule.delay_s)
-                await self._app(scope, receive, send)
+                await self._app(scope, read, send)
             case None:
                 await self._app(scope, receive, send)
+
+
+async def _whole_request(receive: Receive) -> Receive:
+    """Read the request to its end now; what is returned gives it again."""
+    messages: list[Message] = []
+    while not messages or messages[-1].get("more_body"):
+        messages.append(await receive())
+    messages.reverse()
+
+    async def again() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return again
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

@@ -3,6 +3,8 @@
 Bodies and answers are those of `protocol/engine_api.py`. Tokens, and the gate in front of data
 routes, are `engine/gate.py`'s business. What is decided here:
 - which generation a call may speak of: a new one only above the last, any other call only the last;
+- when a new one begins: after a commit that is under way, so that none of an older generation ends
+  in it, whoever has asked for that commit and does not live any more;
 - which version may be committed: exactly the one that is staged;
 - what the engine holds afterwards: the version, or nothing when the commit failed half-way.
 Names and bodies of the weight-transfer routes are vLLM's; our plugin replaces vLLM's handlers.
@@ -10,6 +12,7 @@ Names and bodies of the weight-transfer routes are vLLM's; our plugin replaces v
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
@@ -94,7 +97,7 @@ def engine_routes(control: EngineControl) -> list[EngineRoute]:
 class _Api:
     def __init__(self, control: EngineControl) -> None:
         self._control = control
-        self._is_committing = False
+        self._committing = asyncio.Lock()
 
     async def identity(self, request: Request) -> Response:
         return _answer(self._control.identity())
@@ -131,12 +134,13 @@ class _Api:
     async def init_transfer(self, request: Request) -> Response:
         body = await _read(request, InitBody)
         info = body.init_info
-        if info.generation <= self._control.generation:
-            raise Conflict(
-                f"generation {info.generation} is not above the last one, "
-                f"{self._control.generation}"
-            )
-        await self._control.init_transfer(info)
+        async with self._committing:
+            if info.generation <= self._control.generation:
+                raise Conflict(
+                    f"generation {info.generation} is not above the last one, "
+                    f"{self._control.generation}"
+                )
+            await self._control.init_transfer(info)
         return _answer(await self._control.wait_transfer("joined", body.wait_s))
 
     async def start_update(self, request: Request) -> Response:
@@ -159,13 +163,10 @@ class _Api:
         if not body.weight_version.isdecimal():
             raise BadBody(f"weight_version {body.weight_version!r} is not a decimal number")
         self._check_generation(body.generation)
-        if self._is_committing:
+        if self._committing.locked():
             raise Conflict("another commit is under way")
-        self._is_committing = True
-        try:
+        async with self._committing:
             await self._commit(int(body.weight_version))
-        finally:
-            self._is_committing = False
         return _done(f"weight version is {body.weight_version}")
 
     async def _commit(self, version: int) -> None:

@@ -67,6 +67,14 @@ COMMANDS = {
         "launch.tiny_model:run",
     ),
 }
+# Commands that take no config: what they are about, how they are called, their entry function.
+TOOLS = {
+    "replay": (
+        "decide again what a journal says was decided; tell why each group was out",
+        "muster replay JOURNAL|OUTPUT_DIR [--json] [--group N]",
+        "orchestrator.replay:run",
+    ),
+}
 _CONFIG_COMMANDS = {
     "schema": "print the JSON Schema of the configuration of `muster run`",
     "show": "print the resolved configuration as TOML (--json: as JSON, with empty keys)",
@@ -98,13 +106,24 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     if name == "config":
         return _config(rest)
+    if name in TOOLS:
+        return _tool(name, rest)
     if name not in COMMANDS:
-        return _unknown("muster", name, [*COMMANDS, "config"])
+        return _unknown("muster", name, [*COMMANDS, *TOOLS, "config"])
     command = COMMANDS[name]
     if any(argument in _HELP for argument in rest):
         print(_command_help(name, command), end="")
         return 0
     return _run(name, command, rest)
+
+
+def _tool(name: str, arguments: list[str]) -> int:
+    about, usage, entry = TOOLS[name]
+    if any(argument in _HELP for argument in arguments):
+        print(f"usage: {usage}\n\n{about[0].upper()}{about[1:]}.")
+        return 0
+    run: Callable[[list[str]], int] = _named(entry)
+    return run(arguments)
 
 
 def _run(name: str, command: Command, arguments: list[str]) -> int:
@@ -196,6 +215,7 @@ def _unknown(prefix: str, name: str, known: list[str]) -> int:
 
 def _overview() -> str:
     rows = {name: command.about for name, command in COMMANDS.items()}
+    rows |= {name: about for name, (about, _, _) in TOOLS.items()}
     rows["config"] = "schema, show, docs: the configuration, without running anything"
     return (
         "usage: muster COMMAND [@ FILE ...] [--section.key VALUE ...]\n\n"

@@ -8,6 +8,7 @@
 | `groups.json` | `protocol.launcher_api.GroupsView` |
 | `processes.json` | name, pid, start time and life of everything that runs |
 | `logs/` | one file a process and life |
+| `earlier/` | the journal of the run before, which this one must not go on with |
 
 Rules: files that others read while we write change by atomic rename.
 """
@@ -15,6 +16,7 @@ Rules: files that others read while we write change by atomic rename.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -46,6 +48,7 @@ class RunDir:
         os.write(fd, f"{os.getpid()}\n".encode())
         for name in STALE_FILES:
             (path / name).unlink(missing_ok=True)
+        _set_aside(sorted(path.glob("journal*.jsonl")), path / "earlier")
 
     def write(self, name: str, text: str) -> None:
         """Replace file `name` (relative) by `text`, in one step for its readers."""
@@ -61,6 +64,16 @@ class RunDir:
             (self.path / "admin_token").unlink(missing_ok=True)
             unlock(self._lock_path, self._fd)
             self._fd = None
+
+
+def _set_aside(files: list[Path], directory: Path) -> None:
+    """Move `files` to `directory`, in place of what is there."""
+    if not files:
+        return
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    for file in files:
+        file.rename(directory / file.name)
 
 
 def write_plan_files(path: Path, files: Mapping[str, str]) -> None:

@@ -23,7 +23,7 @@ from orchestrator.api import make_app
 from orchestrator.config import OrchestratorConfig, admin_token, api_key
 from orchestrator.drivers.admin_http import AdminHttp, NoAnswer, Refused
 from orchestrator.drivers.engines import EngineDriver
-from orchestrator.drivers.journal import Journal
+from orchestrator.drivers.journal import Journal, JournalInUse
 from orchestrator.drivers.launcher import LauncherDesk
 from orchestrator.drivers.prober import Prober
 from orchestrator.drivers.router import RouterDriver
@@ -33,10 +33,10 @@ from orchestrator.errors import RunFailed
 from orchestrator.monitor.console import Console
 from orchestrator.monitor.records import Outcome
 from orchestrator.monitor.wandb_sink import WandbSink
-from orchestrator.plane.core import PlaneCore
 from orchestrator.plane.health import ProbeSettings
 from orchestrator.plane.state import PlaneSettings
 from orchestrator.progress import Progress
+from orchestrator.recovery import begin
 from orchestrator.rollouts.errors import RolloutsFailed
 from orchestrator.steps import StepLoop
 
@@ -93,15 +93,28 @@ async def _run(config: OrchestratorConfig) -> int:
 
 async def _body(config: OrchestratorConfig, progress: Progress) -> None:
     """Everything between the first probe and the last step."""
-    clock = time.monotonic
     token = admin_token()
     client = config.model.client
     groups = client.admin_engine_groups
     assert groups is not None
-    core = PlaneCore(plane_settings(config), client.admin_base_url, groups, clock())
     async with contextlib.AsyncExitStack() as stack:
-        journal = Journal(config.output_dir / "journal.jsonl", time.time)
+        journal = _journal(config)
         stack.callback(journal.close)
+        beginning = begin(
+            journal,
+            config.output_dir,
+            run_id=config.run_id,
+            settings=plane_settings(config),
+            urls=client.admin_base_url,
+            groups=groups,
+            monotonic=time.monotonic,
+            wall_clock=time.time,
+        )
+        core = beginning.core
+
+        def clock() -> float:
+            return time.monotonic() + beginning.offset
+
         http = await stack.enter_async_context(AdminHttp(token, client.connect_timeout_s))
         runtime = Runtime(core, journal, clock, lambda notice: steps.on_notice(notice))
         link = await stack.enter_async_context(
@@ -126,7 +139,9 @@ async def _body(config: OrchestratorConfig, progress: Progress) -> None:
             client.base_url, add_timeout_s=client.router_timeout_s, on_listed=runtime.post
         )
         desk = LauncherDesk(config.run_id, runtime.post)
-        steps = StepLoop(config, core.snapshot, link, progress, clock, api_key())
+        steps = StepLoop(
+            config, core.snapshot, link, progress, clock, api_key(), start=beginning.start
+        )
         launcher = desk if config.has_launcher else None
         drivers = Drivers(engines, prober, link, router, launcher)
         api = _Api(
@@ -141,7 +156,7 @@ async def _body(config: OrchestratorConfig, progress: Progress) -> None:
             )
         )
         background: dict[str, Coroutine[Any, Any, None]] = {
-            "plane": runtime.run(drivers),
+            "plane": runtime.run(drivers, beginning.first),
             "prober": prober.run(),
             "router": router.run(),
             "trainer link": link.watch(),
@@ -154,6 +169,13 @@ async def _body(config: OrchestratorConfig, progress: Progress) -> None:
         except (NoAnswer, Refused) as error:
             # It ends by itself after the last step; this only hurries it.
             log.info("trainer stop: %s", error)
+
+
+def _journal(config: OrchestratorConfig) -> Journal:
+    try:
+        return Journal(config.output_dir / "journal.jsonl", time.time)
+    except JournalInUse as error:
+        raise RunFailed(str(error)) from None
 
 
 async def _until_done(

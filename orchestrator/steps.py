@@ -27,6 +27,8 @@ from orchestrator.rollouts.staleness import Admissions
 from orchestrator.rollouts.tokenizer import PromptTokenizer
 
 ResultT = TypeVar("ResultT")
+# Rollout ids go on after a restart of the orchestrator; what is in flight then has used some.
+_ROLLOUTS_A_START = 10**9
 
 
 class StepLoop:
@@ -40,13 +42,17 @@ class StepLoop:
         progress: Progress,
         clock: Callable[[], float],
         api_key: str | None,
+        *,
+        start: int = 0,
     ) -> None:
+        """`start`: how many orchestrators this run has had before."""
         self._config = config
         self._snapshot = snapshot
         self._link = link
         self._progress = progress
         self._clock = clock
         self._api_key = api_key
+        self._start = start
         self._admissions = Admissions()
         self._service: RolloutService | None = None
         self._version: int | None = None
@@ -74,7 +80,7 @@ class StepLoop:
 
     async def run(self) -> None:
         """All steps."""
-        first_step = await self._first_version()
+        first_step = await self._first_step()
         rollouts = self._config.rollouts
         async with GenerationClient(
             rollouts, self._config.model.client.base_url, api_key=self._api_key
@@ -87,6 +93,7 @@ class StepLoop:
                 run_id=self._config.run_id,
                 admissions=self._admissions,
                 first_step=first_step,
+                first_rollout=self._start * _ROLLOUTS_A_START,
                 now=self._clock,
             )
             self._service = service
@@ -111,11 +118,29 @@ class StepLoop:
         await self._reach(step + 1, timeout_s)
         self._progress.step_done(step, self._snapshot())
 
-    async def _first_version(self) -> int:
-        """The version that the run starts from, once it is in service."""
+    async def _first_step(self) -> int:
+        """The step that comes next, once the version that it starts from is in service.
+
+        The trainer knows it: it takes each batch once, and may have one of an orchestrator that
+        was killed after handing it over.
+        """
         await self._reach(0, None)
-        assert self._version is not None
-        return self._version
+        try:
+            async with asyncio.timeout(self._config.step_timeout_s):
+                step = (await self._link.first_status()).next_step
+        except TimeoutError:
+            raise RunFailed(
+                f"the trainer has not said its state within {self._config.step_timeout_s:g} s"
+            ) from None
+        version = self._version
+        assert version is not None
+        if step < version:
+            raise RunFailed(
+                f"the trainer wants the batch of step {step}, but version {version} was in service "
+                "already: it went back to an older checkpoint. Start the whole run anew"
+            )
+        await self._reach(step, self._config.step_timeout_s)
+        return step
 
     async def _reach(self, version: int, timeout_s: float | None) -> None:
         """Wait until `version` is in service. Without a time the plane's own deadlines for a

@@ -14,7 +14,7 @@ and the fake engine; one contract test holds both to this file. All admin routes
 | POST /fence | FenceRequest -> Identity; closes admission (idempotent) |
 | POST /abort_requests | {} ends every request in flight |
 | POST /pause?mode=keep, POST /resume, GET /is_paused | vLLM's own |
-| POST /init_weight_transfer_engine | {"init_info": InitInfo, "wait_s": 0} -> TransferStatus; the join runs beside the core, the answer waits for it up to `wait_s`; generation not above the last one: 409 |
+| POST /init_weight_transfer_engine | {"init_info": InitInfo, "wait_s": 0} -> TransferStatus; the join runs beside the core (after a commit that is under way), the answer waits for it up to `wait_s`; generation not above the last one: 409 |
 | POST /start_weight_update | {} |
 | POST /update_weights | {"update_info": UpdateInfo, "wait_s": 0} -> TransferStatus; starts to receive, the answer waits up to `wait_s` for `staged`; foreign generation: 409 |
 | POST /await_weight_transfer | AwaitRequest -> TransferStatus once `stage` is reached, failed, or `timeout_s` is over (still 200: look at `state`); foreign generation: 409 |

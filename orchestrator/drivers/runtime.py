@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 Notice = Report | Route | UpdateEnded | Fail
 # An op that its driver does not end by its deadline is ended here, this much later.
 _GRACE_S = 1.0
+_START = Deadline()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +86,10 @@ class Runtime:
         """Queue an event for the core."""
         self._events.put_nowait(event)
 
-    async def run(self, drivers: Drivers) -> None:
-        """Feed the core until cancelled; then end what is still running."""
+    async def run(self, drivers: Drivers, first: Event = _START) -> None:
+        """Feed the core, `first` to begin with, until cancelled; then end what still runs."""
         try:
-            self._step(Deadline(), drivers)
+            self._step(first, drivers)
             while True:
                 event = await self._next_event()
                 if self._failure is not None:
@@ -113,8 +114,10 @@ class Runtime:
     def _step(self, event: Event, drivers: Drivers) -> None:
         now = self._clock()
         commands = self.core.handle(now, event)
-        if commands or not isinstance(event, Deadline):
-            self._journal.append(now, event, commands)
+        # Also when nothing follows: a replay must hear all that the core has heard.
+        self._journal.append(now, event, commands)
+        if self._journal.is_full:
+            self._journal.rotate(self.core.memory())
         for command in commands:
             self._act(command, drivers)
 

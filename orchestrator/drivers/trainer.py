@@ -60,6 +60,7 @@ class TrainerLink:
         self._on_ready = on_ready
         self._on_step = on_step
         self.status: TrainerStatus | None = None
+        self._has_status = asyncio.Event()
         self._http = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {token}"},
@@ -99,6 +100,7 @@ class TrainerLink:
                 continue
             wait_s, is_lost = _RETRY_WAIT_S, False
             since, self.status = status.seq, status
+            self._has_status.set()
             for step in status.recent_steps:
                 if step.step > last_step:
                     last_step = step.step
@@ -107,6 +109,12 @@ class TrainerLink:
             if published is not None and (status.trainer_boot, published) != told:
                 told = (status.trainer_boot, published)
                 self._on_ready(BroadcastReady(published, status.trainer_boot))
+
+    async def first_status(self) -> TrainerStatus:
+        """The newest status, as soon as there is one."""
+        await self._has_status.wait()
+        assert self.status is not None
+        return self.status
 
     async def run(self, command: TrainerCommand) -> OpResult:
         """Carry out `command`. Raises Refused, NoAnswer."""
@@ -147,11 +155,11 @@ class TrainerLink:
     async def post_batch(self, batch: TrainBatch, timeout_s: float) -> None:
         """Hand over the batch of one step. Raises Refused, NoAnswer at `timeout_s`.
 
-        Sent again after a lost answer: the trainer takes each step once, and says 409 to a repeat.
+        Sent again after a lost answer: the trainer takes each step once, and says 409 to a repeat;
+        whether it has the step is then asked. An orchestrator that was killed may have sent it.
         """
         content = encode_batch(batch)
         deadline = self._clock() + timeout_s
-        was_lost = False
 
         @tenacity.retry(
             retry=tenacity.retry_if_exception(_may_pass),
@@ -160,14 +168,10 @@ class TrainerLink:
             reraise=True,
         )
         async def attempt() -> None:
-            nonlocal was_lost
             try:
                 await self._send("/batch", content, "application/msgpack", deadline)
-            except NoAnswer:
-                was_lost = True
-                raise
             except Refused as error:
-                if not (was_lost and error.status == 409):
+                if error.status != 409 or not await self._has_step(batch.step, deadline):
                     raise
 
         await attempt()
@@ -176,18 +180,30 @@ class TrainerLink:
         """Ask the trainer to write its checkpoint and end. Raises Refused, NoAnswer."""
         await self._send("/stop", b"{}", "application/json", self._clock() + _STOP_TIMEOUT_S)
 
+    async def _has_step(self, step: int, deadline: float) -> bool:
+        """Whether the trainer has just taken the batch of `step`. Raises Refused, NoAnswer."""
+        answer = await self._send("/status", None, "application/json", deadline)
+        return parse_body(TrainerStatus, answer).next_step == step + 1
+
     async def _post(self, deadline: float, path: str, body: Body) -> bytes:
         content = body.model_dump_json().encode()
         return await self._send(path, content, "application/json", deadline)
 
-    async def _send(self, path: str, content: bytes, kind: str, deadline: float) -> bytes:
+    async def _send(self, path: str, content: bytes | None, kind: str, deadline: float) -> bytes:
+        """POST, or GET without a content. Raises Refused, NoAnswer."""
         left = deadline - self._clock()
         if left <= 0:
             raise NoAnswer(f"trainer {path}: no time left")
         headers = {"Content-Type": kind}
         try:
             async with asyncio.timeout(left):
-                answer = await self._http.post(path, content=content, headers=headers, timeout=left)
+                answer = await self._http.request(
+                    "GET" if content is None else "POST",
+                    path,
+                    content=content,
+                    headers=headers,
+                    timeout=left,
+                )
         except TimeoutError:
             raise NoAnswer(f"trainer {path}: no answer within {left:.1f} s") from None
         except httpx.HTTPError as error:

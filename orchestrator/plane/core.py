@@ -8,6 +8,7 @@ in `health.py` (fed by the prober, which tells the core only news).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -24,10 +25,11 @@ from orchestrator.plane.events import (
     OpFailed,
     OpSucceeded,
     OpUnknown,
+    Restarted,
 )
 from orchestrator.plane.fleet import Fleet
-from orchestrator.plane.state import Phase, PlaneSettings
-from orchestrator.plane.update import Updates
+from orchestrator.plane.state import Phase, PlaneMemory, PlaneSettings, members_of
+from orchestrator.plane.update import Updates, kept_versions
 from protocol.ids import Slot
 
 
@@ -88,6 +90,56 @@ class PlaneCore:
         self._now = now
         self._short_since: float | None = now
         self._has_failed = False
+
+    @classmethod
+    def from_memory(cls, settings: PlaneSettings, memory: PlaneMemory) -> PlaneCore:
+        """A core that goes on exactly where the one that had this memory stopped. `memory` is not
+        copied. In another process, the first event is `Restarted`."""
+        members = members_of(memory.groups.values())
+        core = cls(settings, [m.url for m in members], [m.slot.group for m in members], memory.now)
+        fleet, updates = core._fleet, core._updates
+        fleet.out.clear()
+        fleet.groups = memory.groups
+        fleet.last_op_id = memory.last_op_id
+        fleet.is_swapping = memory.is_swapping
+        updates.update = memory.update
+        updates.generation = memory.generation
+        updates.policy_version = memory.policy_version
+        updates.ready_version = memory.ready_version
+        updates.trainer_boot = memory.trainer_boot
+        updates.is_trainer_known = memory.is_trainer_known
+        updates.num_failures = memory.num_failures
+        updates.retry_at = memory.retry_at
+        updates.first_candidate_at = memory.first_candidate_at
+        core._router_error = memory.router_error
+        core._short_since = memory.short_since
+        core._has_failed = memory.has_failed
+        return core
+
+    def memory(self) -> PlaneMemory:
+        """A copy of everything that is remembered."""
+        fleet, updates = self._fleet, self._updates
+        assert not fleet.out, "commands have not been handed over"
+        return deepcopy(
+            PlaneMemory(
+                now=self._now,
+                groups=fleet.groups,
+                last_op_id=fleet.last_op_id,
+                is_swapping=fleet.is_swapping,
+                update=updates.update,
+                generation=updates.generation,
+                policy_version=updates.policy_version,
+                ready_version=updates.ready_version,
+                trainer_boot=updates.trainer_boot,
+                is_trainer_known=updates.is_trainer_known,
+                num_failures=updates.num_failures,
+                retry_at=updates.retry_at,
+                first_candidate_at=updates.first_candidate_at,
+                router_error=self._router_error,
+                short_since=self._short_since,
+                has_failed=self._has_failed,
+            )
+        )
 
     def handle(self, now: float, event: Event) -> list[Command]:
         """Commands that follow from `event` at `now` (seconds, never going back)."""
@@ -158,10 +210,20 @@ class PlaneCore:
                 self._updates.completed(now, event)
             case MembersListed():
                 self._router_error = event.error if event.urls is None else ""
+            case Restarted():
+                self._restarted(now, event)
             case Deadline():
                 pass
             case _:
                 assert_never(event)
+
+    def _restarted(self, now: float, event: Restarted) -> None:
+        kept = kept_versions(self._updates.update, self._fleet.groups.values())
+        self._fleet.restarted(now, kept, event.urls)
+        self._updates.restarted(now)
+        self._router_error = ""
+        self._short_since = now
+        self._has_failed = False
 
     def _patience_s(self) -> float:
         settings = self._settings

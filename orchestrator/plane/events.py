@@ -116,6 +116,15 @@ class Deadline:
     """`next_deadline()` has passed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """The core goes on in another process: what was in flight has no outcome, and commands of the
+    last event may not have been carried out. `urls`: where the engines are now, by group and index;
+    empty: where they were."""
+
+    urls: tuple[str, ...] = ()
+
+
 Event = (
     EngineAnswered
     | EngineSilent
@@ -127,4 +136,5 @@ Event = (
     | OpUnknown
     | MembersListed
     | Deadline
+    | Restarted
 )

@@ -8,12 +8,15 @@
 | evicted | quarantined | evicted `max_evictions` times within `eviction_window_s` |
 | quarantined | evicted, starting | its time is over; starting if a newer life runs by then |
 | evicted | starting | the launcher reports a newer life |
+| candidate, admitted | starting | the orchestrator restarted (`restarted`) |
 
 `evicted -> admitted` does not exist. What an eviction does: route without the group, fence what
 still answers, ask for a relaunch, and believe no member until it has answered anew.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from orchestrator.plane.commands import (
     Command,
@@ -27,7 +30,7 @@ from orchestrator.plane.commands import (
     RouteEntry,
 )
 from orchestrator.plane.events import EngineAnswered, EngineSilent, EngineStuck, GroupLaunched
-from orchestrator.plane.state import Group, Member, PlaneSettings
+from orchestrator.plane.state import Group, Member, PlaneSettings, members_of
 from protocol.ids import Slot
 
 _IN_SERVICE: tuple[GroupState, ...] = ("candidate", "admitted")
@@ -42,7 +45,7 @@ class Fleet:
         self.groups: dict[int, Group] = {}
         # While weights are swapped an engine may report the old or the new version.
         self.is_swapping = False
-        self._last_op_id = 0
+        self.last_op_id = 0
         for number in sorted(set(groups)):
             own = [url for url, group in zip(urls, groups, strict=True) if group == number]
             members = [Member(Slot(number, index), url) for index, url in enumerate(own)]
@@ -53,8 +56,8 @@ class Fleet:
 
     def next_op_id(self) -> int:
         """Op ids are a counter."""
-        self._last_op_id += 1
-        return self._last_op_id
+        self.last_op_id += 1
+        return self.last_op_id
 
     def member(self, slot: Slot) -> Member:
         """The member at `slot`."""
@@ -86,6 +89,11 @@ class Fleet:
             self.evict(now, group, "boot_changed", detail)
             return
         member.ready = True
+        is_other = has_rebooted or event.weight_version != group.kept
+        if group.kept is not None and group.state == "starting" and is_other:
+            # Asked after a restart, it is not what it was: only an update brings it back.
+            group.kept = None
+            self._fence(now, group, "changed")
         is_new = event.asked_at >= group.version_since and not self.is_swapping
         if group.is_routed and is_new and event.weight_version != group.version:
             says = "no version" if event.weight_version is None else f"v{event.weight_version}"
@@ -141,14 +149,13 @@ class Fleet:
             stay_s = min(settings.retry_wait_s * 2**doublings, settings.retry_wait_max_s)
         group.not_before = now + stay_s
         group.version = None
+        group.kept = None
         if settings.has_launcher:
             group.min_life = group.life + 1
         self.route(f"evict g{group.number}: {reason}")
+        self._fence(now, group, reason)
         for member in group.members:
             member.ready = False
-            self.out.append(
-                Fence(self.next_op_id(), now + settings.admin_timeout_s, reason, member.slot)
-            )
         if settings.has_launcher:
             self.out.append(Relaunch(group.number, group.life, f"{reason}: {detail}"))
         self._probe(group)
@@ -157,8 +164,10 @@ class Fleet:
         """Every member of the group reported `version`."""
         group.version = version
         group.version_since = now
+        still = "" if group.kept is None else "still "
+        group.kept = None
         if group.state != "admitted":
-            self._set(now, group, "admitted", "", f"all members report v{version}")
+            self._set(now, group, "admitted", "", f"all members {still}report v{version}")
 
     def settle(self, now: float) -> None:
         """Transitions that need no event but time, and candidates that are complete."""
@@ -173,10 +182,37 @@ class Fleet:
             missing = [m.slot.engine_id for m in group.members if not m.ready]
             if is_waiting and not missing:
                 self._set(now, group, "candidate", "", "all members answer")
-            is_late = now >= group.since + self.settings.startup_timeout_s
+            is_late = now >= self._answer_by(group)
             if group.state == "starting" and missing and is_late:
-                detail = f"no answer since its start: {', '.join(missing)}"
+                since = "the restart" if group.awaited else "its start"
+                detail = f"no answer since {since}: {', '.join(missing)}"
                 self.evict(now, group, "probe_failed", detail)
+
+    def restarted(self, now: float, kept: dict[int, int], urls: Sequence[str]) -> None:
+        """Nobody serves, and nobody is believed, before it has answered anew. `kept` is what may
+        return without a reload; all others are fenced, and relaunched if that was the wish."""
+        self.is_swapping = False
+        for member, url in zip(members_of(self.groups.values()), urls, strict=False):
+            member.url = url
+        for group in self.groups.values():
+            was_in_service = group.state in _IN_SERVICE or group.awaited
+            if group.state in _IN_SERVICE:
+                self._set(now, group, "starting", "restart", "the orchestrator restarted")
+            elif group.state == "starting":
+                group.since = now
+            group.awaited = was_in_service
+            group.kept = kept.get(group.number)
+            group.version = None
+            for member in group.members:
+                member.ready = False
+            if group.kept is None:
+                self._fence(now, group, "restart")
+            if self.settings.has_launcher and group.life < group.min_life:
+                self.out.append(
+                    Relaunch(group.number, group.life, f"{group.reason}: {group.detail}")
+                )
+            self._probe(group)
+        self.route("restart")
 
     def next_deadline(self) -> list[float]:
         """When `settle` has something to do."""
@@ -188,7 +224,7 @@ class Fleet:
             ):
                 deadlines.append(group.not_before)
             elif group.state == "starting":
-                deadlines.append(group.since + self.settings.startup_timeout_s)
+                deadlines.append(self._answer_by(group))
         return deadlines
 
     def route(self, reason: str) -> None:
@@ -201,11 +237,22 @@ class Fleet:
         )
         self.out.append(Route(entries, reason))
 
+    def _answer_by(self, group: Group) -> float:
+        """A group that served a moment ago answers soon, or is gone; another may still load."""
+        settings = self.settings
+        return group.since + (
+            settings.admin_timeout_s if group.awaited else settings.startup_timeout_s
+        )
+
     def _new_life(self, now: float, group: Group, life: int, detail: str) -> None:
         if group.state in _IN_SERVICE:
             self.evict(now, group, "step_exited", f"life {group.life} was replaced by {life}")
         group.life = life
         group.min_life = max(group.min_life, life)
+        group.kept = None
+        if group.awaited:
+            group.awaited = False
+            group.since = now
         for member in group.members:
             member.boot_id = ""
             member.ready = False
@@ -213,6 +260,12 @@ class Fleet:
         if group.state == "evicted":
             self._set(now, group, "starting", group.reason, f"life {life}: {detail}")
         self._probe(group)
+
+    def _fence(self, now: float, group: Group, reason: str) -> None:
+        """Nobody waits for the answers; who does not hear it closes itself when its lease ends."""
+        for member in group.members:
+            deadline = now + self.settings.admin_timeout_s
+            self.out.append(Fence(self.next_op_id(), deadline, reason, member.slot))
 
     def _probe(self, group: Group) -> None:
         life = max(group.life, group.min_life)
@@ -224,3 +277,4 @@ class Fleet:
         group.since = now
         group.reason = reason
         group.detail = detail
+        group.awaited = False

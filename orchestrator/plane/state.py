@@ -59,6 +59,8 @@ class Group:
     `min_life`: engines of an older life are never believed. `not_before`: no candidate before this
     time (back-off). `version_since`: when `version` was put in service here; what an engine said
     before that is old. `given_up`: the launcher will not start it again.
+    After a restart of the orchestrator: `kept` is the version that the group is known to hold and
+    may return with, without a reload; `awaited`: it was in service, and has not all answered yet.
     """
 
     number: int
@@ -76,6 +78,8 @@ class Group:
     num_evictions: int = 0
     num_quarantines: int = 0
     given_up: bool = False
+    kept: int | None = None
+    awaited: bool = False
 
     @property
     def is_routed(self) -> bool:
@@ -105,6 +109,7 @@ class Update:
     The bytes have until `transfer_deadline`, so that what follows (pause to resume) keeps its time.
     `pending` maps the ops that the phase waits for to their slot (None: the trainer).
     `accused` counts, by group, failed transfers that only some groups report.
+    `is_return`: the targets hold `version` already; it begins with the verification.
     """
 
     version: int
@@ -124,6 +129,30 @@ class Update:
     phase_s: dict[str, float] = field(default_factory=dict)
     cause: str = ""
     retry_finish_at: float | None = None
+    is_return: bool = False
+
+
+@dataclass(slots=True)
+class PlaneMemory:
+    """Everything that a core remembers; another one made of it goes on exactly like the first.
+    Times are those of the core's clock, which goes on from one process to the next."""
+
+    now: float
+    groups: dict[int, Group]
+    last_op_id: int
+    is_swapping: bool
+    update: Update | None
+    generation: Generation
+    policy_version: int | None
+    ready_version: int | None
+    trainer_boot: str
+    is_trainer_known: bool
+    num_failures: int
+    retry_at: float
+    first_candidate_at: float | None
+    router_error: str
+    short_since: float | None
+    has_failed: bool
 
 
 def members_of(groups: Iterable[Group]) -> list[Member]:

@@ -12,11 +12,17 @@ Rules:
 - The targets are computed anew after each phase: a sibling of an evicted member takes no part.
 - Groups are admitted, and the policy version moves, before anyone makes a token with it.
 - A collective is never repeated in the same generation.
+
+After a restart of the orchestrator nothing of an update in flight is assumed. Up to the pause all
+groups hold the version that they served; from the verification on, all that are left have loaded
+the next one, each known to have succeeded. Either way they return by an update of that version that
+begins with the verification. A commit without an outcome may still happen: whoever was told to
+commit is fenced, and comes back by a whole update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from orchestrator.plane.commands import (
@@ -47,6 +53,21 @@ _BREAKS_GENERATION: tuple[Phase, ...] = ("open", "join", "stage")
 _ACCUSATIONS = 2
 
 
+def kept_versions(update: Update | None, groups: Iterable[Group]) -> dict[int, int]:
+    """By group, the version that it holds for certain, if the orchestrator restarts now."""
+    kept: dict[int, int] = {}
+    for group in groups:
+        version = group.version if group.is_routed else group.kept
+        if update is not None and group.number in update.targets:
+            if update.phase == "commit":
+                version = None
+            elif update.phase in ("verify", "admit"):
+                version = update.version
+        if version is not None:
+            kept[group.number] = version
+    return kept
+
+
 class Updates:
     """The update under way, the live generation, the policy version."""
 
@@ -57,14 +78,17 @@ class Updates:
         self.policy_version: int | None = None
         self.ready_version: int | None = None
         self.trainer_boot = ""
+        # What the trainer has published is not known before it was heard, by this process.
+        self.is_trainer_known = False
         self.num_failures = 0
-        self._retry_at = now
-        self._first_candidate_at: float | None = None
+        self.retry_at = now
+        self.first_candidate_at: float | None = None
 
     # -- events ---------------------------------------------------------------------------------
 
     def broadcast_ready(self, now: float, event: BroadcastReady) -> None:
         """The trainer published a version, or is a new trainer."""
+        self.is_trainer_known = True
         if event.trainer_boot != self.trainer_boot:
             self.trainer_boot = event.trainer_boot
             self._kill_generation()
@@ -73,7 +97,7 @@ class Updates:
         finished = self.policy_version
         if finished is None or event.version > finished:
             self.ready_version = event.version
-            self._retry_at = now
+            self.retry_at = now
 
     def completed(self, now: float, event: Completion) -> None:
         """A command of the update ended. Commands that nobody waits for any more are ignored."""
@@ -98,6 +122,22 @@ class Updates:
         else:
             self._evict(now, slot, "op_unknown" if is_unknown else "op_failed", text)
 
+    def restarted(self, now: float) -> None:
+        """End what was in flight, on both sides; what was sent or published is asked for anew."""
+        update = self.update
+        if update is not None:
+            is_in_service = update.phase in ("resume", "finish")
+            if update.phase in ("pause", "commit"):
+                self._kill_generation()
+                self._abort_everyone(now, update)
+            cause = f"the orchestrator restarted in {update.phase}"
+            self._end(now, "finished" if is_in_service else "failed", cause)
+        self.ready_version = None
+        self.is_trainer_known = False
+        self.num_failures = 0
+        self.retry_at = now
+        self.first_candidate_at = None
+
     def reconcile(self, now: float) -> None:
         """Drop targets that left service, move on when a phase is complete, start what is due."""
         while self._advance(now):
@@ -111,9 +151,9 @@ class Updates:
             if self.update.retry_finish_at is not None:
                 deadlines.append(self.update.retry_finish_at)
         elif self._due_version() is not None:
-            deadlines.append(self._retry_at)
-            if self.policy_version is None and self._first_candidate_at is not None:
-                deadlines.append(self._first_candidate_at + self.fleet.settings.startup_wait_s)
+            deadlines.append(self.retry_at)
+            if self.policy_version is None and self.first_candidate_at is not None:
+                deadlines.append(self.first_candidate_at + self.fleet.settings.startup_wait_s)
         return deadlines
 
     # -- the machine ----------------------------------------------------------------------------
@@ -140,19 +180,38 @@ class Updates:
         return True
 
     def _maybe_start(self, now: float) -> bool:
+        if self._maybe_return(now):
+            return True
         version = self._due_version()
         targets = self.fleet.in_service()
-        if targets and self._first_candidate_at is None:
-            self._first_candidate_at = now
-        if version is None or now < self._retry_at or not targets or not self._is_due(now):
+        if targets and self.first_candidate_at is None:
+            self.first_candidate_at = now
+        if version is None or now < self.retry_at or not targets or not self._is_due(now):
             return False
+        update = self._new(now, version, targets)
+        self._enter(now, update, "stage") if self._is_live(targets) else self._open(now, update)
+        return True
+
+    def _maybe_return(self, now: float) -> bool:
+        """Groups that answered after a restart as what they were go back to service."""
+        groups = [g for g in self.fleet.in_service() if g.kept is not None]
+        if not groups:
+            return False
+        version = groups[0].kept
+        assert version is not None
+        update = self._new(now, version, [group for group in groups if group.kept == version])
+        update.is_return = True
+        self._enter(now, update, "verify")
+        return True
+
+    def _new(self, now: float, version: int, targets: list[Group]) -> Update:
         settings = self.fleet.settings
         timeout_s = settings.update_timeout_s
         # pause, commit, verify, admit and resume must never be cut short by a slow transfer: that
         # would evict a fleet that did nothing wrong.
         swap_s = 2 * (settings.pause_timeout_s + settings.admin_timeout_s)
         swap_s = min(swap_s + settings.commit_timeout_s, timeout_s / 2)
-        self.update = Update(
+        self.update = update = Update(
             version=version,
             targets=[group.number for group in targets],
             started=now,
@@ -160,11 +219,7 @@ class Updates:
             transfer_deadline=now + timeout_s - swap_s,
             phase_started=now,
         )
-        if self._is_live(targets):
-            self._enter(now, self.update, "stage")
-        else:
-            self._open(now, self.update)
-        return True
+        return update
 
     def _due_version(self) -> int | None:
         """What to send next. Between updates the current version goes out again only when too few
@@ -178,13 +233,18 @@ class Updates:
         return None
 
     def _is_due(self, now: float) -> bool:
-        """The first update waits a little, so that the fleet starts as one."""
-        if self.policy_version is not None or self._first_candidate_at is None:
+        """The first update waits a little, so that the fleet starts as one. After a restart of the
+        orchestrator every update waits for the groups that may return (their time is short), and
+        for the trainer."""
+        groups = self.fleet.groups.values()
+        if not self.is_trainer_known or any(group.awaited for group in groups):
+            return False
+        if self.policy_version is not None or self.first_candidate_at is None:
             return True
         fleet = self.fleet
-        if all(group.state != "starting" for group in fleet.groups.values()):
+        if all(group.state != "starting" for group in groups):
             return True
-        waited = now >= self._first_candidate_at + fleet.settings.startup_wait_s
+        waited = now >= self.first_candidate_at + fleet.settings.startup_wait_s
         return waited and len(fleet.in_service()) >= fleet.settings.min_serving_groups
 
     def _is_live(self, groups: list[Group]) -> bool:
@@ -236,7 +296,7 @@ class Updates:
         if update.phase == "abort":
             self._regroup(now, update)
         elif update.phase == "finish":
-            self._end(now, "finished", "")
+            self._end(now, "finished", "returned without a reload" if update.is_return else "")
         elif update.phase == "admit":
             self._put_in_service(now, update)
             self._enter(now, update, "resume")
@@ -395,7 +455,7 @@ class Updates:
                 self._kill_generation()
                 self._abort_everyone(now, update)
         wait_s = settings.retry_wait_s * 2.0 ** min(self.num_failures, 16)
-        self._retry_at = now if is_finished else now + min(wait_s, settings.retry_wait_max_s)
+        self.retry_at = now if is_finished else now + min(wait_s, settings.retry_wait_max_s)
         if is_finished:
             self.num_failures = 0
         self.fleet.out.append(

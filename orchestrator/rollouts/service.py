@@ -103,10 +103,12 @@ class RolloutService:
         run_id: str,
         admissions: Admissions,
         first_step: int = 0,
+        first_rollout: int = 0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`first_step`: step of the first batch; a resumed run goes on with other prompts than
-        those it has seen, since prompt groups are numbered from `first_step * prompts_per_step`."""
+        those it has seen, since prompt groups are numbered from `first_step * prompts_per_step`.
+        `first_rollout`: id of the first rollout; no id is used twice in a run."""
         self._config = config
         self._client = client
         self._env = env
@@ -119,7 +121,7 @@ class RolloutService:
         self._policy_version = first_step
         self._next_step = first_step
         self._next_group = first_step * config.prompts_per_step
-        self._next_rollout = 0
+        self._next_rollout = first_rollout
         self._queue: deque[_Ticket] = deque()
         self._running: set[asyncio.Task[None]] = set()
         self._dispatcher: asyncio.Task[None] | None = None

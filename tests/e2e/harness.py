@@ -78,7 +78,8 @@ class MusterRun:
                 text = file.read()
             end = text.rfind(b"\n") + 1
             self._journal_bytes += end
-            self._journal += [json.loads(line) for line in text[:end].splitlines()]
+            lines = [json.loads(line) for line in text[:end].splitlines()]
+            self._journal += [line for line in lines if "event" in line]  # not the header
         return self._journal
 
     def commands(self, kind: str) -> list[dict[str, Any]]:

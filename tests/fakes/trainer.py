@@ -208,7 +208,7 @@ class FakeTrainer:
             state=self._state,
             next_step=self._next_step,
             published_version=self.published,
-            finished_version=self.finished[-1].version if self.finished else None,
+            finished_version=max((said.version for said in self.finished), default=None),
             generation=self.generation,
             num_bytes=self._num_bytes,
             recent_steps=self._steps[-64:],
@@ -295,12 +295,15 @@ class FakeTrainer:
             self._abort(request.reason)
 
     async def _finish(self, request: FinishRequest) -> None:
-        if request.version != self.published:
+        if self.published is None or request.version > self.published:
             raise _Refused(409, f"version {request.version} is not published: {self.published}")
         self.finished.append(request)
+        if self._state != "publishing" or request.version != self.published:
+            return  # said before, or of an older version: changes nothing
         self._set("waiting_batch")
         if self.is_free_running:
             self._queue = [TrainBatch(run_id=self.run_id, step=self._next_step, samples=[])]
+            self._next_step += 1
         self._start_step()
 
     async def _batch(self, request: Request) -> Response:
@@ -308,12 +311,13 @@ class FakeTrainer:
             batch = decode_batch(await request.body())
         except msgspec.MsgspecError as exc:
             raise _Refused(400, f"not a TrainBatch: {exc}") from exc
-        expected = self._next_step + len(self._queue)
-        if batch.step != expected:
-            raise _Refused(409, f"step {batch.step} is not the next one: {expected}")
+        if batch.step != self._next_step:
+            raise _Refused(409, f"step {batch.step} is not the next one: {self._next_step}")
         if len(self._queue) >= _QUEUE_LEN:
             raise _Refused(503, "the queue is full")
         self._queue.append(batch)
+        self._next_step += 1
+        self._set(self._state)
         self._start_step()
         return JSONResponse({})
 
@@ -404,7 +408,6 @@ class FakeTrainer:
         self.batches.append(batch)
         values = {"num_samples": float(len(batch.samples))}
         self._steps.append(StepMetrics(step=batch.step, values=values))
-        self._next_step = batch.step + 1
         self.publish(batch.step + 1)
 
 

@@ -6,6 +6,7 @@ The checks know only what the core was told and what it commanded, and what is t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from orchestrator.plane.commands import (
     Stage,
     UpdateEnded,
 )
-from orchestrator.plane.events import OpFailed, OpSucceeded, OpUnknown
+from orchestrator.plane.events import OpFailed, OpSucceeded, OpUnknown, Restarted
 from protocol.ids import Slot
 
 if TYPE_CHECKING:
@@ -72,6 +73,10 @@ class Checks:
             for slot, boot in boots.items()
         )
 
+    def orphaned(self, ops: Iterable[Op]) -> None:
+        """Nobody will hear how these end."""
+        self.tainted.update(op.slot for op in ops if isinstance(op, Commit))
+
     def _completion(self, world: World) -> None:
         _, event, _ = world.log[-1]
         if not isinstance(event, OpSucceeded | OpFailed | OpUnknown):
@@ -84,10 +89,11 @@ class Checks:
             # A later update may have been proven before this one's silence is told.
             if op.op_id > self.proven_by.get(op.slot, 0):
                 self.tainted.add(op.slot)
+        elif isinstance(op, Commit):
+            self.tainted.discard(op.slot)
         if isinstance(event, OpSucceeded) and event.result.version is not None and slot:
             self.proven[slot] = (event.result.boot_id, event.result.version)
             self.proven_by[slot] = op.op_id
-            self.tainted.discard(slot)
 
     def _command(self, world: World, command: Command) -> None:
         if isinstance(command, Op):
@@ -115,7 +121,10 @@ class Checks:
                 said = self.proven.get(command.slot)
                 assert said == (command.boot_id, command.version), f"I1: admits {said}: {command}"
             case Report():
-                assert command.new in _MOVES[command.old], f"{command.old} -> {command.new}"
+                moves = _MOVES[command.old]
+                if isinstance(world.log[-1][1], Restarted):
+                    moves = {*moves, "starting"}
+                assert command.new in moves, f"{command.old} -> {command.new}"
             case Route():
                 self.routed = command.entries
             case UpdateEnded():

@@ -16,7 +16,7 @@ from typing import Any
 
 from orchestrator.drivers.admin_http import AdminHttp
 from orchestrator.drivers.engines import EngineDriver
-from orchestrator.drivers.journal import Journal
+from orchestrator.drivers.journal import Header, Journal
 from orchestrator.drivers.launcher import LauncherDesk
 from orchestrator.drivers.prober import Prober
 from orchestrator.drivers.router import RouterDriver
@@ -112,6 +112,7 @@ async def running_plane(
     clock = time.monotonic
     core = PlaneCore(settings, urls, groups, clock())
     journal = PulsingJournal(directory / "journal.jsonl")
+    journal.begin(Header(RUN_ID, 0, settings, tuple(urls), tuple(groups), clock()))
     notices: list[Notice] = []
     runtime = Runtime(core, journal, clock, notices.append)
     desk = LauncherDesk(RUN_ID, runtime.post)

@@ -16,6 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
+from orchestrator.drivers.journal import Header
 from orchestrator.plane.commands import (
     AbortGeneration,
     Admit,
@@ -49,9 +52,11 @@ from orchestrator.plane.events import (
     OpResult,
     OpSucceeded,
     OpUnknown,
+    Restarted,
 )
 from orchestrator.plane.health import EngineHealth, ProbeSettings, Sighting
-from orchestrator.plane.state import PlaneSettings
+from orchestrator.plane.state import PlaneMemory, PlaneSettings
+from orchestrator.recovery import core_of
 from protocol.ids import Slot
 from protocol.launcher_api import GroupStepState
 from tests.helpers.plane_checks import Checks
@@ -149,6 +154,8 @@ class World:
         self.routed: tuple[Slot, ...] = ()
         self.failed: str | None = None
         self.outstanding: dict[int, Op] = {}
+        self.orphans: dict[int, Op] = {}  # what a former orchestrator has sent; still carried out
+        self.dies_when: Callable[[], bool] | None = None  # after the core, before its commands
         self.mute: set[Slot] = set()  # these answer no probe
         self._probe_settings = probe or ProbeSettings()
         self._health: dict[Slot, tuple[int, EngineHealth]] = {}
@@ -157,9 +164,16 @@ class World:
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._num_queued = 0
         self._checks = Checks()
-        self.core = PlaneCore(
-            self.settings, [self.urls[slot] for slot in self.slots], list(groups), self.now
+        self._is_away = False
+        self.header = Header(
+            "run",
+            0,
+            self.settings,
+            tuple(self.urls[slot] for slot in self.slots),
+            tuple(groups),
+            self.now,
         )
+        self.core = core_of(self.header)
         self.feed(Deadline())
 
     # -- what tests drive
@@ -211,6 +225,26 @@ class World:
         if self.settings.has_launcher:
             self.launched(group, "running")
 
+    def restart_orchestrator(self, away_s: float = 0.0) -> None:
+        """SIGKILL now, and a new one that knows what is in the journal. What was sent is still
+        carried out, and nobody hears of it."""
+        self.orphans.update(self.outstanding)
+        self._checks.orphaned(self.outstanding.values())
+        self.outstanding.clear()
+        self._health.clear()
+        self.routed = ()
+        if away_s:
+            self._away(away_s)
+        raw = msgspec.json.encode(self.core.memory())
+        self.core = PlaneCore.from_memory(self.settings, msgspec.json.decode(raw, type=PlaneMemory))
+        self.feed(Restarted())
+        if self.trainer.published is not None:
+            said = BroadcastReady(self.trainer.published, self.trainer.boot)
+            self.later(self.latency(), lambda: self.feed(said))
+        if self.settings.has_launcher:
+            for group in self.lives:
+                self.later(self.latency(), lambda g=group: self._tell_life(g))  # type: ignore[misc]
+
     def launched(self, group: int, state: GroupStepState) -> None:
         """The launcher posts its view of a group."""
         urls = tuple(self.urls[engine.slot] for engine in self.of(group))
@@ -249,9 +283,16 @@ class World:
 
     def feed(self, event: Event) -> list[Command]:
         """Hand the core an event now, carry out what it wants."""
+        if self._is_away:
+            return []
         commands = self.core.handle(self.now, event)
         self.log.append((self.now, event, commands))
         self._checks.check(self, commands)
+        if self.dies_when is not None and self.dies_when():
+            self.dies_when = None
+            self._checks.orphaned(c for c in commands if isinstance(c, Commit))
+            self.restart_orchestrator()
+            return commands
         for command in commands:
             self._act(command)
         return commands
@@ -299,6 +340,17 @@ class World:
             self.now = deadline
             self.feed(Deadline())
 
+    def _away(self, seconds: float) -> None:
+        """Time passes without an orchestrator: the world goes on, nobody is told."""
+        end = self.now + seconds
+        self._is_away = True
+        while self._queue and self._queue[0][0] <= end:
+            at, _, action = heapq.heappop(self._queue)
+            self.now = max(self.now, at)
+            action()
+        self.now = end
+        self._is_away = False
+
     # -- commands
 
     def _act(self, command: Command) -> None:
@@ -342,7 +394,8 @@ class World:
             self.later(wait_s, lambda: self._carry_out(op, outcome == "lost_reply"))
 
     def _carry_out(self, op: Op, is_lost: bool) -> None:
-        if op.op_id not in self.outstanding:
+        is_orphan = self.orphans.pop(op.op_id, None) is not None
+        if op.op_id not in self.outstanding and not is_orphan:
             return
         slot = getattr(op, "slot", TRAINER)
         done = self._on_trainer(op) if slot is TRAINER else self._on_engine(self.engines[slot], op)
@@ -372,8 +425,8 @@ class World:
                     return OpFailed(op_id, "a peer is gone")
                 result = OpResult(num_bytes=64, digest="d") if isinstance(op, Send) else result
             case Finish():
-                if op.version != trainer.published:
-                    return OpFailed(op_id, "not the published version")
+                if trainer.published is None or op.version > trainer.published:
+                    return OpFailed(op_id, "not published")
                 trainer.finished.append((op.version, op.members))
                 if self.train_s is not None:
                     self.later(self.train_s, lambda: self._trained(op.version))
@@ -431,6 +484,10 @@ class World:
         self.num_boots += 1
         return Engine(slot, f"boot-{self.num_boots}", life)
 
+    def _tell_life(self, group: int) -> None:
+        is_alive = any(engine.is_alive for engine in self.of(group))
+        self.launched(group, "running" if is_alive else "exited")
+
     def _watch(self, command: Probe) -> None:
         self._num_watches += 1
         health = EngineHealth(self._probe_settings, command.slot, command.life, self.now)
@@ -442,7 +499,7 @@ class World:
         self.later(wait_s, lambda: self._ask(command, watch, health))
 
     def _ask(self, command: Probe, watch: int, health: EngineHealth) -> None:
-        if self._health[command.slot][0] != watch:
+        if self._health.get(command.slot, (None,))[0] != watch:
             return
         engine = self.engines[command.slot]
         is_ours = self.urls[command.slot] == command.url and engine.life >= command.life
@@ -463,7 +520,7 @@ class World:
     def _heard(
         self, command: Probe, watch: int, health: EngineHealth, sighting: Sighting | None
     ) -> None:
-        if self._health[command.slot][0] != watch:
+        if self._health.get(command.slot, (None,))[0] != watch:
             return
         if sighting is None:
             news = health.missed(self.now, "connection refused")

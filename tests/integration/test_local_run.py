@@ -321,3 +321,13 @@ def test_a_directory_whose_run_is_alive_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "admin_token").exists()
     second.release()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_journal_of_an_earlier_run_is_set_aside(tmp_path: Path) -> None:
+    for text in ("first", "second"):
+        (tmp_path / "journal.jsonl").write_text(text)
+        (tmp_path / "journal.000001.jsonl").write_text(text)
+        RunDir(tmp_path).release()
+        earlier = {path.name: path.read_text() for path in (tmp_path / "earlier").iterdir()}
+        assert earlier == {"journal.jsonl": text, "journal.000001.jsonl": text}
+        assert list(tmp_path.glob("journal*")) == []

@@ -3,100 +3,18 @@ the closing table."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from protocol.ids import Slot
-from tests.fakes.processes import RouterProcess, free_port
-from tests.helpers.tokenizers import letters_tokenizer
-from tests.integration.conftest import RUN_ID, StartFleet, StartTrainer
-
-GROUPS = [0, 0, 1, 1]
-_DEADLINE_S = 40.0
-
-
-class Orchestrator:
-    """A running `muster orchestrator`."""
-
-    def __init__(self, process: asyncio.subprocess.Process, directory: Path, url: str) -> None:
-        self.process = process
-        self.directory = directory
-        self.url = url
-
-    def commands(self, kind: str) -> list[dict[str, Any]]:
-        """Commands of this type in the journal so far."""
-        path = self.directory / "journal.jsonl"
-        if not path.exists():
-            return []
-        lines = path.read_bytes().split(b"\n")[:-1]
-        found = [json.loads(line)["commands"] for line in lines]
-        return [command for commands in found for command in commands if command["type"] == kind]
-
-    async def until(self, is_met: Callable[[], bool]) -> None:
-        """Poll until the condition holds."""
-        async with asyncio.timeout(_DEADLINE_S):
-            while not is_met():
-                assert self.process.returncode is None
-                await asyncio.sleep(0.02)
-
-    async def end(self) -> tuple[int, str]:
-        """Exit code and everything it printed on stdout."""
-        async with asyncio.timeout(_DEADLINE_S):
-            output, _ = await self.process.communicate()
-        assert self.process.returncode is not None
-        return self.process.returncode, output.decode()
-
-
-@contextlib.asynccontextmanager
-async def orchestrator(
-    directory: Path, urls: list[str], trainer_url: str, router_url: str, **settings: Any
-) -> AsyncIterator[Orchestrator]:
-    """Start it; kill it when the test leaves early."""
-    letters_tokenizer(directory)
-    port = free_port()
-    config = {
-        "run_id": RUN_ID,
-        "output_dir": str(directory),
-        "port": port,
-        "trainer_url": trainer_url,
-        "model": {
-            "path": str(directory),
-            "client": {
-                "base_url": router_url,
-                "admin_base_url": urls,
-                "admin_engine_groups": GROUPS,
-            },
-        },
-        "probe": {"interval_s": 0.2, "timeout_s": 0.2, "retry_s": 0.05},
-        "rollouts": {"prompts_per_step": 2, "group_size": 4, "max_completion_tokens": 8},
-        "wandb": {"mode": "disabled"},
-        **settings,
-    }
-    path = directory / "orchestrator.json"
-    path.write_text(json.dumps(config))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "launch.cli", "orchestrator", "@", str(path)),
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "MUSTER_ADMIN_TOKEN": "secret"},
-    )
-    try:
-        yield Orchestrator(process, directory, f"http://127.0.0.1:{port}")
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+from tests.fakes.processes import RouterProcess
+from tests.helpers.orchestrator_process import GROUPS, orchestrator
+from tests.integration.conftest import StartFleet, StartTrainer
 
 
 async def test_it_runs_to_the_last_step(

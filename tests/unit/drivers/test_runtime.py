@@ -14,7 +14,13 @@ import pytest
 
 from orchestrator.drivers import runtime as runtime_module
 from orchestrator.drivers.admin_http import NoAnswer, Refused
-from orchestrator.drivers.journal import Journal
+from orchestrator.drivers.journal import (
+    SEGMENT_BYTES,
+    Header,
+    Journal,
+    read_segment,
+    segments,
+)
 from orchestrator.drivers.runtime import Drivers, Runtime
 from orchestrator.plane.commands import (
     Command,
@@ -38,7 +44,9 @@ from orchestrator.plane.events import (
     OpResult,
     OpSucceeded,
     OpUnknown,
+    Restarted,
 )
+from orchestrator.plane.state import PlaneMemory, PlaneSettings
 from protocol.ids import Slot
 
 SLOT = Slot(0, 0)
@@ -62,6 +70,11 @@ class ScriptedCore:
 
     def next_deadline(self) -> float | None:
         return self.deadline
+
+    def memory(self) -> PlaneMemory:
+        core = PlaneCore(PlaneSettings(), ["http://a"], [0], 0.0)
+        core.handle(0.0, Deadline())
+        return core.memory()
 
 
 class Hands:
@@ -94,12 +107,15 @@ class Hands:
 class Bench:
     """A runtime over a scripted core."""
 
-    def __init__(self, path: Path, has_router: bool = True) -> None:
+    def __init__(
+        self, path: Path, has_router: bool = True, segment_bytes: int = SEGMENT_BYTES
+    ) -> None:
         self.core = ScriptedCore()
         self.engines, self.trainer, self.others = Hands(), Hands(), Hands()
         self.notices: list[Any] = []
         self.path = path / "journal.jsonl"
-        self.journal = Journal(self.path, time.time)
+        self.journal = Journal(self.path, time.time, segment_bytes=segment_bytes)
+        self.journal.begin(Header("run", 0, PlaneSettings(), (), (), 0.0))
         self.runtime = Runtime(
             cast(PlaneCore, self.core), self.journal, time.monotonic, self.notices.append
         )
@@ -110,7 +126,7 @@ class Bench:
         self.drivers = Drivers(engines, others, trainer, outside, outside)
 
     def lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.path.read_text().splitlines()]
+        return [json.loads(line) for line in self.path.read_text().splitlines()[1:]]
 
     async def until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(5.0):
@@ -150,7 +166,30 @@ async def test_starts_with_a_deadline_and_then_waits(tmp_path: Path) -> None:
         for _ in range(20):
             await asyncio.sleep(0)
         assert bench.core.events == [Deadline()]
-    assert bench.lines() == []
+    assert [line["event"] for line in bench.lines()] == [{"type": "Deadline"}]
+
+
+async def test_what_it_starts_with_may_be_a_restart(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    task = asyncio.create_task(bench.runtime.run(bench.drivers, Restarted()))
+    await bench.until(lambda: len(bench.core.events) == 1)
+    task.cancel()
+    await asyncio.wait([task])
+    bench.journal.close()
+    assert bench.core.events == [Restarted()]
+
+
+async def test_a_full_segment_is_followed_by_one_that_knows_everything(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, segment_bytes=1)
+    async with at_work(bench):
+        bench.ask(pause())
+        await bench.until(lambda: len(bench.ended()) == 1)
+    files = segments(tmp_path)
+    read = [read_segment(path) for path in files]
+    memories = [header.memory for header, _ in read]
+    assert memories == [None] + [bench.core.memory()] * (len(files) - 1)
+    events = [line.event for _, lines in read for line in lines]
+    assert events == bench.core.events
 
 
 async def test_a_deadline_comes_when_it_is_due_and_only_then(tmp_path: Path) -> None:
@@ -204,9 +243,9 @@ async def test_the_journal_is_written_before_anything_is_done(tmp_path: Path) ->
     async with at_work(bench):
         bench.ask(pause())
         await bench.until(lambda: len(bench.ended()) == 1)
-    assert seen == [1]
+    assert seen == [2]
     types = [line["event"]["type"] for line in bench.lines()]
-    assert types == ["BroadcastReady", "OpSucceeded"]
+    assert types == ["Deadline", "BroadcastReady", "OpSucceeded"]
 
 
 @pytest.mark.parametrize(

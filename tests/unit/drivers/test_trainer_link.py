@@ -156,18 +156,41 @@ async def test_a_batch_goes_out_once() -> None:
 
 
 async def test_a_batch_is_sent_again_after_a_lost_answer_and_a_full_queue() -> None:
-    trainer = Trainer(ok({"error": "full"}, 503), httpx.ReadError("reset"), ok({}, 409))
+    taken = ok(status_body(1, next_step=BATCH.step + 1))
+    trainer = Trainer(ok({"error": "full"}, 503), httpx.ReadError("reset"), ok({}, 409), taken)
     async with link(trainer) as out:
         await out.post_batch(BATCH, 30.0)
-    assert len(trainer.requests) == 3
+    assert [r.url.path for r in trainer.requests] == ["/batch", "/batch", "/batch", "/status"]
+
+
+async def test_a_batch_that_a_former_orchestrator_has_sent_is_taken() -> None:
+    refused = ok({"error": "the next step is another"}, 409)
+    trainer = Trainer(refused, ok(status_body(1, next_step=BATCH.step + 1)))
+    async with link(trainer) as out:
+        await out.post_batch(BATCH, 5.0)
+    assert [r.method for r in trainer.requests] == ["POST", "GET"]
+
+
+async def test_the_first_status_is_waited_for() -> None:
+    trainer = Trainer(httpx.ConnectError("refused"), ok(status_body(3, next_step=7)), never)
+    async with link(trainer) as out:
+        task = asyncio.create_task(out.watch())
+        try:
+            async with asyncio.timeout(5.0):
+                assert (await out.first_status()).next_step == 7
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
 
 
 async def test_a_batch_of_a_wrong_step_is_refused() -> None:
-    trainer = Trainer(ok({"error": "step 3 is not the next"}, 409))
+    trainer = Trainer(
+        ok({"error": "step 3 is not the next"}, 409), ok(status_body(1, next_step=BATCH.step + 2))
+    )
     async with link(trainer) as out:
         with pytest.raises(Refused, match="step 3 is not the next"):
             await out.post_batch(BATCH, 5.0)
-    assert len(trainer.requests) == 1
+    assert len(trainer.requests) == 2
 
 
 async def test_a_batch_that_nobody_takes() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -32,6 +33,8 @@ class NotingControl:
         self.problem: str | None = None
         self.failure: BaseException | None = None
         self.calls: list[str] = []
+        self.commits, self.may_commit = asyncio.Event(), asyncio.Event()
+        self.may_commit.set()
 
     def stage(self, version: int) -> None:
         """Something is staged."""
@@ -82,6 +85,8 @@ class NotingControl:
 
     async def commit(self, version: int) -> None:
         self.calls.append(f"commit {version}")
+        self.commits.set()
+        await self.may_commit.wait()
         if self.failure is not None:
             raise self.failure
 
@@ -207,6 +212,26 @@ async def test_abort(http: httpx.AsyncClient, control: NotingControl) -> None:
     answer = await http.post("/abort_weight_transfer", json=body)
     assert answer.json()["state"] == "aborted"
     assert control.calls == ["abort 4 enough"]
+
+
+async def test_a_generation_begins_after_the_commit_that_is_under_way(
+    http: httpx.AsyncClient, control: NotingControl
+) -> None:
+    control.stage(7)
+    control.may_commit.clear()
+    body = {"weight_version": "7", "generation": 4}
+    commit = asyncio.create_task(http.post("/finish_weight_update", json=body))
+    await asyncio.wait_for(control.commits.wait(), 5.0)
+    again = await http.post("/finish_weight_update", json=body)
+    assert (again.status_code, again.json()) == (409, {"error": "another commit is under way"})
+    init = asyncio.create_task(http.post("/init_weight_transfer_engine", json={"init_info": INIT}))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert control.calls == ["commit 7"]
+    control.may_commit.set()
+    assert (await commit).status_code == (await init).status_code == 200
+    assert control.calls == ["commit 7", "init 5"]
+    assert control.keeper.weight_version == 7
 
 
 @pytest.mark.parametrize("state", ["idle", "joined", "receiving", "failed", "aborted"])

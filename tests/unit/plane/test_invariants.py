@@ -1,8 +1,8 @@
 """Random faults over many short runs; the invariants of protocol.md hold after every event.
 
-Safety first: deaths, reboots, hangs, lies, lost answers and slow ops while versions grow (I1-I6 are
-asserted by `plane_checks` after each event). Then liveness: faults stop, and every group that is
-healthy is admitted within two updates (I9).
+Safety first: deaths, reboots, hangs, lies, lost answers, slow ops and restarts of the orchestrator
+itself while versions grow (I1-I6 are asserted by `plane_checks` after each event). Then liveness:
+faults stop, and every group that is healthy is admitted within two updates (I9).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _disturb(world: World, chance: random.Random) -> None:
     """One random trouble."""
     engine = chance.choice(list(world.engines.values()))
     slot = engine.slot
-    match chance.randrange(9):
+    match chance.randrange(11):
         case 0:
             world.kill(slot)
         case 1:
@@ -93,6 +93,10 @@ def _disturb(world: World, chance: random.Random) -> None:
             world.trainer.generation = 0
         case 7:
             world.feed(MembersListed(chance.choice((None, ()))))
+        case 8:
+            world.restart_orchestrator(chance.choice((0.0, 0.5, 5.0, 30.0)))
+        case 9:
+            world.dies_when = lambda: True
         case _:
             where = chance.choice((ANY, None, slot))
             world.fault(
@@ -108,6 +112,7 @@ def _disturb(world: World, chance: random.Random) -> None:
 def _heal(world: World) -> None:
     """All processes run, answer, and do what they are told; nobody lies any more."""
     world.clear_faults()
+    world.dies_when = None
     world.mute.clear()
     for engine in world.engines.values():
         engine.core_age_s, engine.running = 0.0, 0
