@@ -40,13 +40,16 @@ class StepLoop:
         progress: Progress,
         clock: Callable[[], float],
         api_key: str | None,
+        url_for: Callable[[str], str | None] | None,
     ) -> None:
+        """`url_for`: see GenerationClient."""
         self._config = config
         self._snapshot = snapshot
         self._link = link
         self._progress = progress
         self._clock = clock
         self._api_key = api_key
+        self._url_for = url_for
         self._admissions = Admissions()
         self._service: RolloutService | None = None
         self._version: int | None = None
@@ -77,7 +80,10 @@ class StepLoop:
         first_step = await self._first_version()
         rollouts = self._config.rollouts
         async with GenerationClient(
-            rollouts, self._config.model.client.base_url, api_key=self._api_key
+            rollouts,
+            self._config.model.client.base_url,
+            api_key=self._api_key,
+            url_for=self._url_for,
         ) as client:
             service = RolloutService(
                 rollouts,

@@ -44,7 +44,7 @@ class FakeEngineProcess:
 
 @dataclass(slots=True)
 class RouterProcess:
-    """The real vllm-router, empty at start."""
+    """The real vllm-router."""
 
     url: str
     process: subprocess.Popen[str]
@@ -86,7 +86,8 @@ def fake_engine_processes(
 def router_process(
     *, log_dir: Path, port: int | None = None, args: Sequence[str] = ()
 ) -> Iterator[RouterProcess]:
-    """An empty vllm-router that answers; health checks each second on `/ready`."""
+    """A vllm-router that answers, empty unless `args` name members; health checks each second on
+    `/ready`."""
     port = port or free_port()
     url = f"http://127.0.0.1:{port}"
     log = log_dir / f"router-{port}.log"
@@ -129,7 +130,8 @@ def free_port() -> int:
 
 def _answers(router: RouterProcess) -> bool:
     try:
-        return router.workers() == []
+        router.workers()
+        return True
     except httpx.HTTPError:
         return False
 
