@@ -62,9 +62,17 @@ class Stand:
         except httpx.HTTPError:
             return None
 
-    def start_router(self, log_dir: Path) -> None:
+    def start_router(self, log_dir: Path, *, is_waited_for: bool = True) -> None:
         """On the port that the orchestrator was told."""
-        self.router.enter_context(router_process(log_dir=log_dir, port=self.router_port))
+        process = router_process(
+            log_dir=log_dir, port=self.router_port, is_waited_for=is_waited_for
+        )
+        self._router = self.router.enter_context(process)
+
+    def kill_router(self) -> None:
+        """Without a word."""
+        self._router.process.kill()
+        self.router.close()
 
     def until_listed(self, urls: set[str], timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until the router has these members and no others. Raises TimeoutError."""
@@ -90,7 +98,8 @@ class Stand:
                     if not listed & members[number]:
                         found[number] = now - groups[number]
             if now > deadline:
-                raise TimeoutError(f"groups {sorted(groups.keys() - found.keys())} are still listed")
+                left = sorted(groups.keys() - found.keys())
+                raise TimeoutError(f"the router still lists groups {left}")
             time.sleep(POLL_S)
         return found
 

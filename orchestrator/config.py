@@ -147,7 +147,7 @@ class ProbeConfig(Config):
 
     interval_s: Seconds = Field(1.0, description="Time between two probes of one engine.")
     timeout_s: Seconds = Field(0.8, description="Longest wait for the answer to a probe.")
-    retry_s: Seconds = Field(0.2, description="Wait before the next probe after the first miss.")
+    retry_s: Seconds = Field(0.1, description="Wait before the next probe after the first miss.")
     backoff_max_s: Seconds = Field(10.0, description="Longest wait between probes of a failed one.")
     success_threshold: int = Field(
         1, ge=1, description="Answers in a row after which an engine is ready."

@@ -122,7 +122,8 @@ async def _body(config: OrchestratorConfig, progress: Progress) -> None:
             run_id=config.run_id,
             timeout_s=config.probe.timeout_s,
         )
-        router = make_routing(client, runtime.post)
+        plain = await stack.enter_async_context(AdminHttp(None, client.connect_timeout_s))
+        router = make_routing(client, plain, runtime.post)
         desk = LauncherDesk(config.run_id, runtime.post)
         url_for = router.url_for if isinstance(router, DirectRouting) else None
         steps = StepLoop(config, core.snapshot, link, progress, clock, api_key(), url_for)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from orchestrator.config import ClientConfig
+from orchestrator.drivers.admin_http import AdminHttp
 from orchestrator.drivers.router_port import (
     Ensured,
     Router,
@@ -97,7 +98,6 @@ class RouterDriver:
         finally:
             for job in self._jobs.values():
                 job.task.cancel()
-            await self._router.aclose()
 
     async def _reconcile(self) -> bool:
         """One look. Whether there is nothing to do and nothing to wait for."""
@@ -191,14 +191,14 @@ class DirectRouting:
 
 
 def make_routing(
-    client: ClientConfig, on_listed: Callable[[MembersListed], None]
+    client: ClientConfig, http: AdminHttp, on_listed: Callable[[MembersListed], None]
 ) -> RouterDriver | DirectRouting:
-    """As the config says."""
+    """As the config says. `http` sends no token: the router has no business with it."""
     if client.router == "none":
         return DirectRouting()
     kind = VllmPdRouter if client.router == "vllm_pd" else VllmRouter
     return RouterDriver(
-        kind(client.base_url), add_timeout_s=client.router_timeout_s, on_listed=on_listed
+        kind(http, client.base_url), add_timeout_s=client.router_timeout_s, on_listed=on_listed
     )
 
 

@@ -14,12 +14,13 @@ removed there. Each `ensure_*` ends by its time, in one of three ways, and may b
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass
 from typing import Literal, Protocol
-
-import httpx
+from urllib.parse import quote
 
 from orchestrator.config import canonical_url
+from orchestrator.drivers.admin_http import AdminHttp, NoAnswer, Refused
 
 _LIST_TIMEOUT_S = 2.0
 # Between two looks at a listing that is not yet as asked.
@@ -55,17 +56,14 @@ class Router(Protocol):
         """Have `url` not listed."""
         ...
 
-    async def aclose(self) -> None:
-        """Close all connections."""
-        ...
-
 
 class VllmRouter:
     """vllm-router in regular mode: members come and go over its API."""
 
-    def __init__(self, url: str, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        self._http = _client(url, transport)
-        self._listing = _Listing(self._http, "/list_workers")
+    def __init__(self, http: AdminHttp, url: str) -> None:
+        self._http = http
+        self._url = url
+        self._listing = _Listing(http, f"{url}/list_workers")
 
     async def listed(self) -> frozenset[str]:
         """As the router spells them: another spelling of an engine is another member to it."""
@@ -80,13 +78,12 @@ class VllmRouter:
         last = f"no answer to the add within {timeout_s:g} s"
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self._http.post("/add_worker", params={"url": url})
-                last = _said(answer)
+                is_refused, last = await self._ask("/add_worker", url, timeout_s)
                 while True:
                     try:
                         if url in await self.listed():
                             return Ensured("succeeded")
-                        if not answer.is_success:
+                        if is_refused:
                             return Ensured("failed", last)
                     except RouterSilent as error:
                         last = str(error)
@@ -94,8 +91,8 @@ class VllmRouter:
         except TimeoutError:
             # It is not cancelled over there: it may still be listed later.
             return Ensured("unknown", last)
-        except httpx.HTTPError as error:
-            return Ensured("unknown", _text(error))
+        except NoAnswer as error:
+            return Ensured("unknown", str(error))
 
     async def ensure_absent(self, url: str, timeout_s: float) -> Ensured:
         """Remove it until it is not listed any more."""
@@ -104,28 +101,32 @@ class VllmRouter:
             async with asyncio.timeout(timeout_s):
                 while True:
                     try:
-                        answer = await self._http.post("/remove_worker", params={"url": url})
+                        _, said = await self._ask("/remove_worker", url, timeout_s)
                         if url not in await self.listed():
                             return Ensured("succeeded")
-                        ended = Ensured("failed", f"still listed; {_said(answer)}")
-                    except (httpx.HTTPError, RouterSilent) as error:
-                        ended = Ensured("unknown", _text(error))
+                        ended = Ensured("failed", f"still listed; {said}")
+                    except (NoAnswer, RouterSilent) as error:
+                        ended = Ensured("unknown", str(error))
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             return ended
 
-    async def aclose(self) -> None:
-        """Close all connections."""
-        await self._http.aclose()
+    async def _ask(self, path: str, url: str, timeout_s: float) -> tuple[bool, str]:
+        """Whether the router said no, and its words. Raises NoAnswer."""
+        address = f"{self._url}{path}?url={quote(url, safe='')}"
+        try:
+            answer = await self._http.call("POST", address, timeout_s=timeout_s)
+        except Refused as error:
+            return True, f"the router said {error}"
+        return False, f"the router said {answer.decode(errors='replace')[:_MAX_ERROR_TEXT]}"
 
 
 class VllmPdRouter:
     """vllm-router with prefill and decode roles: its members are those of its command line, and the
     gate of an engine decides whether it is one of them. Nothing is asked of the router."""
 
-    def __init__(self, url: str, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        self._http = _client(url, transport)
-        self._listing = _Listing(self._http, "/workers")
+    def __init__(self, http: AdminHttp, url: str) -> None:
+        self._listing = _Listing(http, f"{url}/workers")
 
     async def listed(self) -> frozenset[str]:
         """The members that it holds for healthy."""
@@ -138,10 +139,6 @@ class VllmPdRouter:
     async def ensure_absent(self, url: str, timeout_s: float) -> Ensured:
         """Wait until the router has seen its gate closed."""
         return await self._watch(url, is_wanted=False, timeout_s=timeout_s)
-
-    async def aclose(self) -> None:
-        """Close all connections."""
-        await self._http.aclose()
 
     async def _members(self) -> dict[str, bool]:
         body = await self._listing.read()
@@ -175,9 +172,9 @@ class VllmPdRouter:
 class _Listing:
     """Reads a listing. Those who wait at the same time share an answer, never an older one."""
 
-    def __init__(self, http: httpx.AsyncClient, path: str) -> None:
+    def __init__(self, http: AdminHttp, url: str) -> None:
         self._http = http
-        self._path = path
+        self._url = url
         self._lock = asyncio.Lock()
         self._num_asked = 0
         self._num_answered = 0
@@ -198,20 +195,11 @@ class _Listing:
 
     async def _get(self) -> object:
         try:
-            answer = await self._http.get(self._path, timeout=_LIST_TIMEOUT_S)
-            answer.raise_for_status()
-            return answer.json()
-        except (httpx.HTTPError, ValueError) as error:
-            return RouterSilent(_text(error))
-
-
-def _client(url: str, transport: httpx.AsyncBaseTransport | None) -> httpx.AsyncClient:
-    # Adds may block by the hundred, and must never keep a listing waiting for a connection; each
-    # caller has a deadline of its own.
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
-    return httpx.AsyncClient(
-        base_url=url, trust_env=False, transport=transport, limits=limits, timeout=None
-    )
+            return json.loads(await self._http.call("GET", self._url, timeout_s=_LIST_TIMEOUT_S))
+        except (NoAnswer, Refused) as error:
+            return RouterSilent(str(error))
+        except ValueError as error:
+            return RouterSilent(f"the listing does not parse: {error}")
 
 
 def _canonical(url: str) -> str:
@@ -219,14 +207,6 @@ def _canonical(url: str) -> str:
         return canonical_url(url)
     except ValueError:
         return url
-
-
-def _said(answer: httpx.Response) -> str:
-    return f"the router said {answer.status_code}: {answer.text[:_MAX_ERROR_TEXT]}"
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _unknown_listing(body: object) -> RouterSilent:

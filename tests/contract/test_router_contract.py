@@ -19,6 +19,7 @@ import pytest
 import pytest_asyncio
 
 from engine.fake_fleet import FakeFleet, slots_of_sizes
+from orchestrator.drivers.admin_http import AdminHttp
 from orchestrator.drivers.router import RouterDriver
 from orchestrator.drivers.router_port import Ensured, Router, VllmPdRouter, VllmRouter
 from orchestrator.plane.events import MembersListed
@@ -38,6 +39,7 @@ class World:
 
     kind: Kind
     fleet: FakeFleet
+    http: AdminHttp
     url: str
     port: Router
     restart: Callable[[], contextlib.AbstractAsyncContextManager[None]]
@@ -71,7 +73,8 @@ class World:
     async def driven(self) -> AsyncIterator[RouterDriver]:
         """The reconcile loop at work; `heard` is what it tells the plane."""
         kind = VllmPdRouter if self.kind == "pd" else VllmRouter
-        driver = RouterDriver(kind(self.url), add_timeout_s=DEADLINE_S, on_listed=self.heard.append)
+        router = kind(self.http, self.url)
+        driver = RouterDriver(router, add_timeout_s=DEADLINE_S, on_listed=self.heard.append)
         task = asyncio.create_task(driver.run())
         try:
             yield driver
@@ -81,7 +84,7 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def fake_world(kind: Kind, fleet: FakeFleet) -> AsyncIterator[World]:
+async def fake_world(kind: Kind, fleet: FakeFleet, http: AdminHttp) -> AsyncIterator[World]:
     urls = [fleet.urls[slot] for slot in fleet.slots]
     prefill, decode = (urls[:2], urls[2:]) if kind == "pd" else ([], [])
     fake = FakeRouter(kind, prefill=prefill, decode=decode, startup_timeout_s=0.5)
@@ -93,13 +96,14 @@ async def fake_world(kind: Kind, fleet: FakeFleet) -> AsyncIterator[World]:
         await fake.restart()
 
     async with fake.serve():
-        port = VllmPdRouter(fake.url) if kind == "pd" else VllmRouter(fake.url)
-        yield World(kind, fleet, fake.url, port, restart)
-        await port.aclose()
+        port = VllmPdRouter(http, fake.url) if kind == "pd" else VllmRouter(http, fake.url)
+        yield World(kind, fleet, http, fake.url, port, restart)
 
 
 @contextlib.asynccontextmanager
-async def real_world(kind: Kind, fleet: FakeFleet, log_dir: Path) -> AsyncIterator[World]:
+async def real_world(
+    kind: Kind, fleet: FakeFleet, http: AdminHttp, log_dir: Path
+) -> AsyncIterator[World]:
     urls = [fleet.urls[slot] for slot in fleet.slots]
     args = ["--vllm-pd-disaggregation"] if kind == "pd" else []
     if kind == "pd":
@@ -119,11 +123,10 @@ async def real_world(kind: Kind, fleet: FakeFleet, log_dir: Path) -> AsyncIterat
         await start()
 
     url = await start()
-    port = VllmPdRouter(url) if kind == "pd" else VllmRouter(url)
+    port = VllmPdRouter(http, url) if kind == "pd" else VllmRouter(http, url)
     try:
-        yield World(kind, fleet, url, port, restart)
+        yield World(kind, fleet, http, url, port, restart)
     finally:
-        await port.aclose()
         await asyncio.to_thread(stack.close)
 
 
@@ -131,11 +134,12 @@ async def real_world(kind: Kind, fleet: FakeFleet, log_dir: Path) -> AsyncIterat
 async def build(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[object]:
     async with contextlib.AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(FakeFleet(slots_of_sizes([1, 1, 1, 1])))
+        http = await stack.enter_async_context(AdminHttp(None, 2.0))
 
         async def start(kind: Kind) -> World:
-            is_fake = request.param == "fake"
-            world = fake_world(kind, fleet) if is_fake else real_world(kind, fleet, tmp_path)
-            return await stack.enter_async_context(world)
+            if request.param == "fake":
+                return await stack.enter_async_context(fake_world(kind, fleet, http))
+            return await stack.enter_async_context(real_world(kind, fleet, http, tmp_path))
 
         yield start
 
@@ -247,7 +251,7 @@ async def test_the_api_of_regular_mode(regular: World, http: httpx.AsyncClient) 
 async def test_a_refused_add_says_why(regular: World) -> None:
     ended = await regular.port.ensure_present(DEAD, DEADLINE_S)
     assert ended.outcome == "failed"
-    assert "400: Timeout" in ended.detail
+    assert "HTTP 400: Timeout" in ended.detail
 
 
 async def test_another_spelling_is_another_member_and_is_taken_out(

@@ -144,7 +144,8 @@ class FakeRouter:
         job = asyncio.create_task(self._added(url))
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
-        return await asyncio.shield(job)
+        await asyncio.wait([job])
+        return Response(status_code=503) if job.cancelled() else job.result()
 
     async def _added(self, url: str) -> Response:
         if url in self.knobs.blocks:

@@ -20,7 +20,7 @@ from orchestrator.drivers.journal import Journal
 from orchestrator.drivers.launcher import LauncherDesk
 from orchestrator.drivers.prober import Prober
 from orchestrator.drivers.router import RouterDriver
-from orchestrator.drivers.router_port import Router
+from orchestrator.drivers.router_port import VllmPdRouter, VllmRouter
 from orchestrator.drivers.runtime import Drivers, Notice, Runtime
 from orchestrator.drivers.trainer import TrainerLink
 from orchestrator.plane.commands import Command, UpdateEnded
@@ -105,7 +105,8 @@ async def running_plane(
     trainer_url: str,
     token: str,
     directory: Path,
-    router: Router | None = None,
+    router_url: str | None = None,
+    router_kind: type[VllmRouter | VllmPdRouter] = VllmRouter,
     probe: ProbeSettings = PROBE,
     settings: PlaneSettings = SETTINGS,
     lease_s: float = 5.0,
@@ -119,6 +120,7 @@ async def running_plane(
     desk = LauncherDesk(RUN_ID, runtime.post)
     async with (
         AdminHttp(token, connect_timeout_s=1.0) as http,
+        AdminHttp(None, connect_timeout_s=1.0) as plain,
         TrainerLink(
             trainer_url, token, clock, on_ready=runtime.post, on_step=lambda _: None
         ) as link,
@@ -132,7 +134,8 @@ async def running_plane(
         engines = EngineDriver(http, core.url_of, clock, lease_s=lease_s)
         prober = Prober(engines, probe, clock, runtime.post, run_id=RUN_ID, timeout_s=1.0)
         routing = None
-        if router is not None:
+        if router_url is not None:
+            router = router_kind(plain, router_url)
             routing = RouterDriver(router, add_timeout_s=5.0, on_listed=listed)
         drivers = Drivers(engines, prober, link, routing, desk if settings.has_launcher else None)
         jobs: list[Any] = [runtime.run(drivers), prober.run(), link.watch()]

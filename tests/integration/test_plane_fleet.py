@@ -11,7 +11,6 @@ import contextlib
 from pathlib import Path
 
 from engine.fake_faults import FaultRule
-from orchestrator.drivers.router_port import VllmRouter
 from orchestrator.plane.commands import AbortGeneration
 from protocol.ids import Slot
 from tests.fakes.processes import RouterProcess, free_port, router_process
@@ -38,7 +37,7 @@ async def test_an_engine_dies_in_a_transfer_and_its_group_returns(
         trainer_url=trainer.url,
         token=admin_token,
         directory=tmp_path,
-        router=VllmRouter(router.url),
+        router_url=router.url,
     ) as plane:
         await plane.until(lambda: set(plane.listed or ()) == everybody)
         generation = plane.core.snapshot().generation
@@ -95,7 +94,7 @@ async def test_a_router_that_restarts_is_put_right(
                 trainer_url=trainer.url,
                 token=admin_token,
                 directory=tmp_path,
-                router=VllmRouter(url),
+                router_url=url,
             )
         )
         await plane.until(lambda: set(plane.listed or ()) == set(urls))

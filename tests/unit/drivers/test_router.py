@@ -12,6 +12,7 @@ import pytest_asyncio
 from engine.fake_fleet import FakeFleet, slots_of_sizes
 from orchestrator.config import ClientConfig
 from orchestrator.drivers import router as router_module
+from orchestrator.drivers.admin_http import AdminHttp
 from orchestrator.drivers.router import DirectRouting, RouterDriver, make_routing
 from orchestrator.drivers.router_port import Ensured, VllmPdRouter, VllmRouter
 from orchestrator.plane.events import MembersListed
@@ -24,11 +25,12 @@ DEAD = "http://127.0.0.1:9"
 class Bench:
     """A driver at work on a fake router."""
 
-    def __init__(self, fake: FakeRouter) -> None:
+    def __init__(self, fake: FakeRouter, http: AdminHttp) -> None:
         self.fake = fake
         self.heard: list[MembersListed] = []
         self._news = asyncio.Event()
-        self.driver = RouterDriver(VllmRouter(fake.url), add_timeout_s=5.0, on_listed=self._listed)
+        router = VllmRouter(http, fake.url)
+        self.driver = RouterDriver(router, add_timeout_s=5.0, on_listed=self._listed)
 
     def _listed(self, event: MembersListed) -> None:
         self.heard.append(event)
@@ -66,13 +68,14 @@ async def fake() -> AsyncIterator[FakeRouter]:
 
 @contextlib.asynccontextmanager
 async def at_work(fake: FakeRouter) -> AsyncIterator[Bench]:
-    bench = Bench(fake)
-    task = asyncio.create_task(bench.driver.run())
-    try:
-        yield bench
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
+    async with AdminHttp(None, 1.0) as http:
+        bench = Bench(fake, http)
+        task = asyncio.create_task(bench.driver.run())
+        try:
+            yield bench
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
 
 
 async def test_adds_and_removes_what_differs(fake: FakeRouter, urls: list[str]) -> None:
@@ -211,7 +214,7 @@ async def test_who_is_refused_is_asked_for_again_and_logged_once(
         assert bench.heard[-1].urls == (a,)
     lines = [line for line in caplog.messages if DEAD in line]
     assert len(lines) == 1
-    assert "not present: the router said 400: Timeout" in lines[0]
+    assert "not present: the router said HTTP 400: Timeout" in lines[0]
 
 
 async def test_what_breaks_in_a_job_ends_the_driver(fake: FakeRouter, urls: list[str]) -> None:
@@ -219,11 +222,12 @@ async def test_what_breaks_in_a_job_ends_the_driver(fake: FakeRouter, urls: list
         async def ensure_present(self, url: str, timeout_s: float) -> Ensured:
             raise AssertionError("a bug")
 
-    driver = RouterDriver(Broken(fake.url), add_timeout_s=5.0, on_listed=lambda _: None)
-    driver.want(urls)
-    with pytest.raises(AssertionError, match="a bug"):
-        async with asyncio.timeout(10.0):
-            await driver.run()
+    async with AdminHttp(None, 1.0) as http:
+        driver = RouterDriver(Broken(http, fake.url), add_timeout_s=5.0, on_listed=lambda _: None)
+        driver.want(urls)
+        with pytest.raises(AssertionError, match="a bug"):
+            async with asyncio.timeout(10.0):
+                await driver.run()
 
 
 async def test_without_a_router_sessions_spread_over_who_serves() -> None:
@@ -243,8 +247,9 @@ async def test_without_a_router_sessions_spread_over_who_serves() -> None:
 
 @pytest.mark.parametrize(("name", "kind"), [("vllm", VllmRouter), ("vllm_pd", VllmPdRouter)])
 async def test_the_config_names_the_router(name: str, kind: type) -> None:
-    routing = make_routing(ClientConfig(router=name), lambda _: None)
+    http = AdminHttp(None, 1.0)
+    routing = make_routing(ClientConfig(router=name), http, lambda _: None)
     assert isinstance(routing, RouterDriver)
     assert type(routing._router) is kind
-    assert isinstance(make_routing(ClientConfig(router="none"), lambda _: None), DirectRouting)
-    await routing._router.aclose()
+    direct = make_routing(ClientConfig(router="none"), http, lambda _: None)
+    assert isinstance(direct, DirectRouting)
