@@ -190,6 +190,22 @@ async def test_a_router_that_restarts_is_put_right(fake: FakeRouter, urls: list[
         assert fake.adds.count(c) == 1
 
 
+async def test_adds_are_begun_a_few_at_a_time(
+    fake: FakeRouter, urls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_module, "_YOUNG_S", 3600.0)
+    blocked = [f"http://127.0.0.1:{port}" for port in range(20_000, 20_040)]
+    fake.knobs.blocks = set(blocked)
+    async with at_work(fake) as bench:
+        bench.driver.want([*blocked, *urls])
+        await until(lambda: len(fake.adds) >= router_module._MAX_YOUNG_ADDS)
+        num_looks = fake.num_looks
+        await until(lambda: fake.num_looks >= num_looks + 3)
+        assert len(fake.adds) == router_module._MAX_YOUNG_ADDS
+        fake.release()
+        await bench.until_listed(*blocked, *urls)
+
+
 async def test_after_an_outage_nobody_waits_for_the_next_turn(
     fake: FakeRouter, urls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
