@@ -21,7 +21,7 @@ from engine.fake_fleet import FakeFleet, slots_of_sizes
 from engine.fake_server import AppServer
 from protocol.ids import Slot
 
-_PLACE = ("group", "index", "port", "host", "group_sizes")
+_PLACE = ("group", "index", "port", "host", "group_sizes", "first_index")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -32,6 +32,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=0, help="0: a free one")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--group-sizes", type=int, nargs="+", help="a fleet on free ports instead")
+    parser.add_argument("--first-index", type=int, default=0, help="of each group of a fleet")
     for name, field in FakeSettings.model_fields.items():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, default=field.default, help=field.description)
@@ -51,7 +52,7 @@ async def serve_fleet(args: argparse.Namespace, settings: FakeSettings) -> None:
     """Many engines; their deaths only close their own sockets."""
     tokens = read_secrets()
     fleet = FakeFleet(
-        slots_of_sizes(args.group_sizes),
+        slots_of_sizes(args.group_sizes, args.first_index),
         admin_token=tokens.admin_token,
         api_key=tokens.api_key,
         host=args.host,

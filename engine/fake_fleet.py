@@ -18,9 +18,13 @@ from engine.fake_server import AppServer
 from protocol.ids import Slot
 
 
-def slots_of_sizes(sizes: Sequence[int]) -> list[Slot]:
-    """`[2, 1]` -> g0e0, g0e1, g1e0."""
-    return [Slot(group, index) for group, size in enumerate(sizes) for index in range(size)]
+def slots_of_sizes(sizes: Sequence[int], first_index: int = 0) -> list[Slot]:
+    """`[2, 1]` -> g0e0, g0e1, g1e0. With `first_index` 1: g0e1, g0e2, g1e1."""
+    return [
+        Slot(group, first_index + number)
+        for group, size in enumerate(sizes)
+        for number in range(size)
+    ]
 
 
 class FakeFleet:

@@ -255,6 +255,13 @@ def check_run(
             'weight_broadcast.backend = "nccl": this machine has no CUDA device; '
             'expected "gloo" or "auto"',
         )
+    router = config.orchestrator.model.client.router
+    if router != "vllm":
+        report(
+            ("orchestrator", "model", "client", "router"),
+            f'orchestrator.model.client.router = "{router}": `muster run` starts a vllm-router in '
+            'regular mode; expected "vllm"',
+        )
     num_groups = config.deployment.num_groups or 0
     minimum = config.orchestrator.groups.min_serving_groups
     if minimum > num_groups:

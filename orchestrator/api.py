@@ -13,7 +13,6 @@ import hmac
 from collections.abc import Callable
 
 import msgspec
-from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -48,10 +47,10 @@ def make_app(token: str, desk: LauncherDesk, snapshot: Callable[[], PlaneSnapsho
             return refused
         try:
             reply = desk.exchange(GroupsView.model_validate_json(await request.body()))
-        except ValidationError as error:
-            return JSONResponse({"error": str(error)}, status_code=400)
         except ForeignRun as error:
             return JSONResponse({"error": str(error)}, status_code=409)
+        except ValueError as error:  # no view, or URLs that are none
+            return JSONResponse({"error": str(error)}, status_code=400)
         return Response(reply.model_dump_json(), media_type="application/json")
 
     return Starlette(

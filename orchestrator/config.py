@@ -26,6 +26,7 @@ from protocol.config import (
 
 ADMIN_TOKEN_VARIABLE = "MUSTER_ADMIN_TOKEN"
 API_KEY_VARIABLE = "MUSTER_API_KEY"
+DEFAULT_ROUTER_URL = "http://127.0.0.1:8000"
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
@@ -63,8 +64,15 @@ BaseUrl = Annotated[str, AfterValidator(canonical_url)]
 class ClientConfig(Config):
     """Where the router and the engines are, and how long one call to them may take."""
 
+    router: Literal["vllm", "vllm_pd", "none"] = Field(
+        "vllm",
+        description="`vllm`: a vllm-router in regular mode, to which engines are added. `vllm_pd`: "
+        "one with prefill and decode roles, started with all engines; their gates decide who gets "
+        "requests. `none`: requests go to the engines themselves.",
+    )
     base_url: BaseUrl = Field(
-        "http://127.0.0.1:8000", description="Router that generation requests go to."
+        DEFAULT_ROUTER_URL,
+        description="Router that generation requests go to. Not used without a router.",
     )
     admin_base_url: list[BaseUrl] = Field(
         default_factory=list,
@@ -91,7 +99,7 @@ class ClientConfig(Config):
         repeated = sorted({url for url in urls if urls.count(url) > 1})
         if repeated:
             raise ValueError(f"admin_base_url has {', '.join(repeated)} more than once")
-        if self.base_url in urls:
+        if self.router != "none" and self.base_url in urls:
             raise ValueError(f"base_url = {self.base_url} is also in admin_base_url")
         if self.admin_engine_groups is None and urls:
             self.admin_engine_groups = list(range(len(urls)))
@@ -110,6 +118,21 @@ class ClientConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _router_can_be_used(self) -> Self:
+        if self.router == "none" and self.base_url != DEFAULT_ROUTER_URL:
+            raise ValueError(
+                f'base_url = {self.base_url} names a router, and router = "none": expected '
+                'router = "vllm" or "vllm_pd", or no base_url'
+            )
+        groups = self.admin_engine_groups
+        if self.router == "vllm_pd" and groups is not None and len(set(groups)) < 2:
+            raise ValueError(
+                f'router = "vllm_pd" with admin_engine_groups = {groups}: expected at least two '
+                "groups, one that prefills and one that decodes"
+            )
+        return self
+
 
 class PolicyConfig(ModelConfig):
     """The policy, and where it is served."""
@@ -124,7 +147,7 @@ class ProbeConfig(Config):
 
     interval_s: Seconds = Field(1.0, description="Time between two probes of one engine.")
     timeout_s: Seconds = Field(0.8, description="Longest wait for the answer to a probe.")
-    retry_s: Seconds = Field(0.2, description="Wait before the next probe after the first miss.")
+    retry_s: Seconds = Field(0.1, description="Wait before the next probe after the first miss.")
     backoff_max_s: Seconds = Field(10.0, description="Longest wait between probes of a failed one.")
     success_threshold: int = Field(
         1, ge=1, description="Answers in a row after which an engine is ready."
@@ -285,15 +308,17 @@ class OrchestratorConfig(Config):
 
     @model_validator(mode="after")
     def _ports_do_not_clash(self) -> Self:
-        owners = {"base_url": self.model.client.base_url, "trainer_url": self.trainer_url}
+        client = self.model.client
+        router_url = None if client.router == "none" else client.base_url
+        owners = {"base_url": router_url, "trainer_url": self.trainer_url}
         own = canonical_url(f"http://{self.host}:{self.port}")
-        engines = self.model.client.admin_base_url
+        engines = client.admin_base_url
         for name, url in owners.items():
             if url == own:
                 raise ValueError(f"port = {self.port} clashes with {name} = {url}")
         if own in engines:
             raise ValueError(f"port = {self.port} clashes with model.client.admin_base_url {own}")
-        if self.trainer_url in engines or self.trainer_url == self.model.client.base_url:
+        if self.trainer_url in engines or self.trainer_url == router_url:
             raise ValueError(f"trainer_url = {self.trainer_url} is also the URL of another server")
         return self
 

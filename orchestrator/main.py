@@ -26,7 +26,7 @@ from orchestrator.drivers.engines import EngineDriver
 from orchestrator.drivers.journal import Journal, JournalInUse
 from orchestrator.drivers.launcher import LauncherDesk
 from orchestrator.drivers.prober import Prober
-from orchestrator.drivers.router import RouterDriver
+from orchestrator.drivers.router import DirectRouting, make_routing
 from orchestrator.drivers.runtime import Drivers, Runtime
 from orchestrator.drivers.trainer import TrainerLink
 from orchestrator.errors import RunFailed
@@ -135,12 +135,18 @@ async def _body(config: OrchestratorConfig, progress: Progress) -> None:
             run_id=config.run_id,
             timeout_s=config.probe.timeout_s,
         )
-        router = RouterDriver(
-            client.base_url, add_timeout_s=client.router_timeout_s, on_listed=runtime.post
-        )
+        plain = await stack.enter_async_context(AdminHttp(None, client.connect_timeout_s))
+        router = make_routing(client, plain, runtime.post)
         desk = LauncherDesk(config.run_id, runtime.post)
         steps = StepLoop(
-            config, core.snapshot, link, progress, clock, api_key(), start=beginning.start
+            config,
+            core.snapshot,
+            link,
+            progress,
+            clock,
+            api_key(),
+            url_for=router.url_for if isinstance(router, DirectRouting) else None,
+            start=beginning.start,
         )
         launcher = desk if config.has_launcher else None
         drivers = Drivers(engines, prober, link, router, launcher)

@@ -43,9 +43,10 @@ class StepLoop:
         clock: Callable[[], float],
         api_key: str | None,
         *,
+        url_for: Callable[[str], str | None] | None = None,
         start: int = 0,
     ) -> None:
-        """`start`: how many orchestrators this run has had before."""
+        """`url_for`: see GenerationClient. `start`: how many orchestrators this run has had."""
         self._config = config
         self._snapshot = snapshot
         self._link = link
@@ -53,6 +54,7 @@ class StepLoop:
         self._clock = clock
         self._api_key = api_key
         self._start = start
+        self._url_for = url_for
         self._admissions = Admissions()
         self._service: RolloutService | None = None
         self._version: int | None = None
@@ -83,7 +85,10 @@ class StepLoop:
         first_step = await self._first_step()
         rollouts = self._config.rollouts
         async with GenerationClient(
-            rollouts, self._config.model.client.base_url, api_key=self._api_key
+            rollouts,
+            self._config.model.client.base_url,
+            api_key=self._api_key,
+            url_for=self._url_for,
         ) as client:
             service = RolloutService(
                 rollouts,

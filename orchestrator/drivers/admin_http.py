@@ -1,4 +1,4 @@
-"""HTTP to engines' admin routes.
+"""HTTP to engines' admin routes, and to the router.
 
 aiohttp, not httpx: an update over 128 engines is about 900 requests, and httpx alone needs twice
 the time that the whole update may take. Idle connections are dropped before a server would drop
@@ -34,10 +34,11 @@ class NoAnswer(Exception):
 
 
 class AdminHttp:
-    """Requests with the admin token and a deadline. Use as an async context manager."""
+    """Requests with the admin token (None: to somebody who must not have it) and a deadline. Use
+    as an async context manager."""
 
-    def __init__(self, token: str, connect_timeout_s: float) -> None:
-        self._headers = {"Authorization": f"Bearer {token}"}
+    def __init__(self, token: str | None, connect_timeout_s: float) -> None:
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._connect_timeout_s = connect_timeout_s
         self._session: aiohttp.ClientSession | None = None
 

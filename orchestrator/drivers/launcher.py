@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from orchestrator.config import canonical_url
 from orchestrator.plane.commands import Relaunch
 from orchestrator.plane.events import GroupLaunched
 from protocol.launcher_api import GroupsView, GroupView, LauncherReply, RelaunchWish
@@ -33,14 +34,15 @@ class LauncherDesk:
         )
 
     def exchange(self, view: GroupsView) -> LauncherReply:
-        """Take a view, answer with what is wanted. Raises ForeignRun."""
+        """Take a view, answer with what is wanted. Raises ForeignRun, ValueError for URLs that are
+        none; then nothing is taken."""
         if view.run_id != self._run_id:
             raise ForeignRun(f"view of run {view.run_id!r}, this is {self._run_id!r}")
-        for group in view.groups:
+        events = [_launched(group) for group in view.groups]
+        for group, event in zip(view.groups, events, strict=True):
             wish = self._wishes.get(group.group)
             if wish is not None and group.life > wish.life:
                 del self._wishes[group.group]
-            event = _launched(group)
             if self._told.get(group.group) != event:
                 self._told[group.group] = event
                 self._on_launched(event)
@@ -54,6 +56,9 @@ def _launched(group: GroupView) -> GroupLaunched:
         + (f"by signal {exit_.signal}" if exit_.signal is not None else f"with {exit_.exit_code}")
         for exit_ in group.exits
     ]
-    return GroupLaunched(
-        group.group, group.life, group.state, tuple(group.urls), "; ".join(exits) or group.state
-    )
+    try:
+        urls = tuple(canonical_url(url) for url in group.urls)
+    except ValueError as error:
+        raise ValueError(f"groups[{group.group}].urls = {group.urls}: {error}") from None
+    detail = "; ".join(exits) or group.state
+    return GroupLaunched(group.group, group.life, group.state, urls, detail)

@@ -18,7 +18,7 @@ from orchestrator.drivers.engines import EngineDriver
 from orchestrator.drivers.journal import Journal
 from orchestrator.drivers.launcher import LauncherDesk
 from orchestrator.drivers.prober import Prober
-from orchestrator.drivers.router import RouterDriver
+from orchestrator.drivers.router import Routing
 from orchestrator.drivers.trainer import TrainerLink
 from orchestrator.plane.commands import (
     AbortGeneration,
@@ -60,7 +60,7 @@ class Drivers:
     engines: EngineDriver
     prober: Prober
     trainer: TrainerLink
-    router: RouterDriver | None
+    router: Routing | None
     launcher: LauncherDesk | None
 
 

@@ -26,7 +26,7 @@ class ProbeSettings:
     """Thresholds count probes in a row; times are seconds."""
 
     interval_s: float = 1.0
-    retry_s: float = 0.2
+    retry_s: float = 0.1
     backoff_max_s: float = 10.0
     success_threshold: int = 1
     failure_threshold: int = 3

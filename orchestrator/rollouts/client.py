@@ -93,7 +93,8 @@ class AttemptCounts:
 
 
 class GenerationClient:
-    """Sends generation requests to `base_url` (the router). Use as an async context manager."""
+    """Sends generation requests to `base_url` (the router), or, where there is none, to what
+    `url_for` says for each session (None: nobody serves). Use as an async context manager."""
 
     def __init__(
         self,
@@ -101,11 +102,13 @@ class GenerationClient:
         base_url: str,
         *,
         api_key: str | None = None,
+        url_for: Callable[[str], str | None] | None = None,
         on_outcome: Callable[[Outcome], None] | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._config = config
         self._on_outcome = on_outcome
+        self._url_for = url_for
         self.counts = AttemptCounts()
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx.AsyncClient(
@@ -167,10 +170,13 @@ class GenerationClient:
     async def _attempt(self, request: GenerationRequest, number: int) -> Sample:
         self.counts.num_attempts += 1
         name = f"{request.key}-{number}"
+        base_url = "" if self._url_for is None else self._url_for(name)
+        if base_url is None:
+            raise self._failed(None, None, "no engine serves")
         try:
             async with asyncio.timeout(self._config.request_timeout_s):
                 response = await self._http.post(
-                    GENERATE_PATH,
+                    base_url + GENERATE_PATH,
                     json=self._body(request, name),
                     headers={HEADER_SESSION_ID: name, "X-Request-Id": name},
                 )

@@ -64,7 +64,7 @@ async def orchestrator(
     directory: Path,
     urls: list[str],
     trainer_url: str,
-    router_url: str,
+    router_url: str | None,
     port: int = 0,
     **settings: Any,
 ) -> AsyncIterator[Orchestrator]:
@@ -79,7 +79,7 @@ async def orchestrator(
         "model": {
             "path": str(directory),
             "client": {
-                "base_url": router_url,
+                **({"base_url": router_url} if router_url else {"router": "none"}),
                 "admin_base_url": urls,
                 "admin_engine_groups": GROUPS,
             },

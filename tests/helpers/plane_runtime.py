@@ -20,6 +20,7 @@ from orchestrator.drivers.journal import Header, Journal
 from orchestrator.drivers.launcher import LauncherDesk
 from orchestrator.drivers.prober import Prober
 from orchestrator.drivers.router import RouterDriver
+from orchestrator.drivers.router_port import VllmPdRouter, VllmRouter
 from orchestrator.drivers.runtime import Drivers, Notice, Runtime
 from orchestrator.drivers.trainer import TrainerLink
 from orchestrator.plane.commands import Command, UpdateEnded
@@ -105,6 +106,8 @@ async def running_plane(
     token: str,
     directory: Path,
     router_url: str | None = None,
+    router_kind: type[VllmRouter | VllmPdRouter] = VllmRouter,
+    probe: ProbeSettings = PROBE,
     settings: PlaneSettings = SETTINGS,
     lease_s: float = 5.0,
 ) -> AsyncIterator[RunningPlane]:
@@ -118,6 +121,7 @@ async def running_plane(
     desk = LauncherDesk(RUN_ID, runtime.post)
     async with (
         AdminHttp(token, connect_timeout_s=1.0) as http,
+        AdminHttp(None, connect_timeout_s=1.0) as plain,
         TrainerLink(
             trainer_url, token, clock, on_ready=runtime.post, on_step=lambda _: None
         ) as link,
@@ -129,14 +133,15 @@ async def running_plane(
             runtime.post(event)
 
         engines = EngineDriver(http, core.url_of, clock, lease_s=lease_s)
-        prober = Prober(engines, PROBE, clock, runtime.post, run_id=RUN_ID, timeout_s=1.0)
-        router = None
+        prober = Prober(engines, probe, clock, runtime.post, run_id=RUN_ID, timeout_s=1.0)
+        routing = None
         if router_url is not None:
-            router = RouterDriver(router_url, add_timeout_s=5.0, on_listed=listed)
-        drivers = Drivers(engines, prober, link, router, desk if settings.has_launcher else None)
+            router = router_kind(plain, router_url)
+            routing = RouterDriver(router, add_timeout_s=5.0, on_listed=listed)
+        drivers = Drivers(engines, prober, link, routing, desk if settings.has_launcher else None)
         jobs: list[Any] = [runtime.run(drivers), prober.run(), link.watch()]
-        if router is not None:
-            jobs.append(router.run())
+        if routing is not None:
+            jobs.append(routing.run())
         tasks = [asyncio.create_task(job) for job in jobs]
         try:
             yield plane

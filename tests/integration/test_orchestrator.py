@@ -38,6 +38,21 @@ async def test_it_runs_to_the_last_step(
     assert {e["generation"] for e in ended} == {1}
 
 
+async def test_without_a_router_requests_go_to_the_engines_that_serve(
+    fake_fleet: StartFleet, fake_trainer: StartTrainer, tmp_path: Path
+) -> None:
+    fleet = await fake_fleet(GROUPS, tokens_per_s=2000.0)
+    trainer = await fake_trainer()
+    urls = [fleet.urls[slot] for slot in fleet.slots]
+    async with orchestrator(tmp_path, urls, trainer.url, None, max_steps=12) as run:
+        await run.until(lambda: len(trainer.batches) >= 3)
+        fleet.kill(Slot(1, 1))
+        code, output = await run.end()
+    assert code == 0, output
+    assert [batch.step for batch in trainer.batches] == list(range(12))
+    assert all(engine.core.generated_tokens > 0 for engine in fleet.engines.values())
+
+
 async def test_sigterm_ends_it_in_order(
     fake_fleet: StartFleet, fake_trainer: StartTrainer, router: RouterProcess, tmp_path: Path
 ) -> None:

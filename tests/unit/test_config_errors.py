@@ -272,6 +272,12 @@ ROWS = [
         '--weight-broadcast.backend: weight_broadcast.backend = "nccl": this machine has no CUDA '
         'device; expected "gloo" or "auto"',
     ),
+    by_flags(
+        "a router that is not started here",
+        "--orchestrator.model.client.router none",
+        '--orchestrator.model.client.router: orchestrator.model.client.router = "none": '
+        '`muster run` starts a vllm-router in regular mode; expected "vllm"',
+    ),
     in_file(
         "samples longer than the model",
         "[model]\nmax_model_len = 64",
@@ -359,6 +365,29 @@ ORCHESTRATOR_ROWS = [
         "--model.client.admin-base-url http://127.0.0.1:8000",
         "--model.client.admin-base-url: model.client: base_url = http://127.0.0.1:8000 is also in "
         "admin_base_url",
+    ),
+    (
+        "a router that is not used",
+        "--model.client.admin-base-url http://a:1 --model.client.router none "
+        "--model.client.base-url http://b:1",
+        "--model.client.admin-base-url, --model.client.router, --model.client.base-url: "
+        'model.client: base_url = http://b:1 names a router, and router = "none": expected '
+        'router = "vllm" or "vllm_pd", or no base_url',
+    ),
+    (
+        "roles without groups for both",
+        "--model.client.admin-base-url http://a:1 http://b:1 --model.client.router vllm_pd "
+        "--model.client.admin-engine-groups 0 0",
+        "--model.client.admin-base-url, --model.client.router, "
+        '--model.client.admin-engine-groups: model.client: router = "vllm_pd" with '
+        "admin_engine_groups = [0, 0]: expected at least two groups, one that prefills and one "
+        "that decodes",
+    ),
+    (
+        "a router of another kind",
+        "--model.client.admin-base-url http://a:1 --model.client.router vlm",
+        '--model.client.router: model.client.router = "vlm": expected one of vllm, vllm_pd, none; '
+        'did you mean "vllm"?',
     ),
     (
         "no URL",

@@ -68,7 +68,7 @@ async def test_the_launchers_link() -> None:
     assert LauncherReply.model_validate_json(answer.content) == LauncherReply(
         relaunch=[RelaunchWish(group=0, life=0, reason="core_hung")]
     )
-    assert bench.told == [GroupLaunched(0, 0, "running", ("http://a",), "running")]
+    assert bench.told == [GroupLaunched(0, 0, "running", ("http://a:80",), "running")]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"run_id": "run"}', '{"odd": 1}'])
@@ -76,6 +76,16 @@ async def test_what_is_no_view(content: str) -> None:
     answer = await Bench().http.post("/launcher/groups", headers=GOOD, content=content)
     assert answer.status_code == 400
     assert "GroupsView" in answer.json()["error"]
+
+
+async def test_an_address_that_is_none() -> None:
+    group = VIEW.groups[0].model_copy(update={"urls": ["node7:8001"]})
+    view = VIEW.model_copy(update={"groups": [group]})
+    answer = await Bench().http.post(
+        "/launcher/groups", headers=GOOD, content=view.model_dump_json()
+    )
+    assert answer.status_code == 400
+    assert answer.json()["error"].startswith("groups[0].urls = ['node7:8001']: expected http://")
 
 
 async def test_another_run() -> None:

@@ -32,11 +32,11 @@ def test_a_view_is_told_once() -> None:
         reply = it.exchange(view(group(0), group(1)))
         assert (reply.relaunch, reply.finished) == ([], False)
     assert told == [
-        GroupLaunched(0, 0, "running", ("http://a",), "running"),
-        GroupLaunched(1, 0, "running", ("http://a",), "running"),
+        GroupLaunched(0, 0, "running", ("http://a:80",), "running"),
+        GroupLaunched(1, 0, "running", ("http://a:80",), "running"),
     ]
     it.exchange(view(group(0, life=1, urls=["http://b"]), group(1)))
-    assert told[2:] == [GroupLaunched(0, 1, "running", ("http://b",), "running")]
+    assert told[2:] == [GroupLaunched(0, 1, "running", ("http://b:80",), "running")]
 
 
 def test_exits_are_told_in_words() -> None:
@@ -71,3 +71,19 @@ def test_another_run_is_refused() -> None:
     with pytest.raises(ForeignRun, match="view of run 'other', this is 'run'"):
         it.exchange(view(group(), run_id="other"))
     assert told == []
+
+
+def test_urls_are_spelled_in_one_way() -> None:
+    it, told = desk()
+    it.exchange(view(group(urls=["HTTP://Node7:8001/", "http://node7"])))
+    it.exchange(view(group(urls=["http://node7:8001", "http://node7:80/"])))
+    assert [event.urls for event in told] == [("http://node7:8001", "http://node7:80")]
+
+
+def test_a_view_with_an_url_that_is_none_changes_nothing() -> None:
+    it, told = desk()
+    it.wish(Relaunch(0, 0, "core_hung"))
+    with pytest.raises(ValueError, match=r"groups\[1\].urls = \['node7'\]: expected http://host"):
+        it.exchange(view(group(0, life=1), group(1, urls=["node7"])))
+    assert told == []
+    assert len(it.exchange(view(group(1))).relaunch) == 1

@@ -28,7 +28,7 @@ def sighting(
 
 
 def health(life: int = 0, **settings: Any) -> EngineHealth:
-    return EngineHealth(ProbeSettings(**settings), SLOT, life, now=10.0)
+    return EngineHealth(ProbeSettings(**({"retry_s": 0.2} | settings)), SLOT, life, now=10.0)
 
 
 def ready(**settings: Any) -> EngineHealth:

@@ -58,7 +58,12 @@ class Fleet:
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         return answer if isinstance(answer, Response) else await answer()
 
-    def client(self, api_key: str | None = None, **settings: Any) -> GenerationClient:
+    def client(
+        self,
+        api_key: str | None = None,
+        url_for: Callable[[str], str | None] | None = None,
+        **settings: Any,
+    ) -> GenerationClient:
         config = RolloutsConfig(
             **({"retry_wait_s": 0.001, "retry_wait_max_s": 0.002, "temperature": 0.7} | settings)
         )
@@ -66,6 +71,7 @@ class Fleet:
             config,
             "http://router",
             api_key=api_key,
+            url_for=url_for,
             on_outcome=self.outcomes.append,
             transport=httpx.ASGITransport(self.app),
         )
@@ -124,6 +130,24 @@ async def test_every_try_is_a_new_session() -> None:
         Outcome("g0e1", True, 200, ""),
     ]
     assert (client.counts.num_attempts, client.counts.num_retryable) == (4, 3)
+
+
+async def test_without_a_router_each_try_asks_whom_to_send_to() -> None:
+    fleet = Fleet(PlainTextResponse("closed", 503, headers=HEADERS), good())
+    urls = iter([None, "http://engine-0:1", "http://engine-1:1"])
+    asked: list[str] = []
+
+    def url_for(session: str) -> str | None:
+        asked.append(session)
+        return next(urls)
+
+    async with fleet.client(url_for=url_for) as client:
+        _, num_attempts = await client.generate(REQUEST)
+    assert num_attempts == 3
+    assert asked == ["run-r4-1", "run-r4-2", "run-r4-3"]
+    assert [headers["host"] for headers, _ in fleet.requests] == ["engine-0:1", "engine-1:1"]
+    assert fleet.outcomes[0] == Outcome(None, False, None, "no engine serves")
+    assert (client.counts.num_attempts, client.counts.num_retryable) == (3, 2)
 
 
 async def test_a_cut_answer_is_tried_again() -> None:
