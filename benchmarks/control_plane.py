@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from engine.fake_fleet import slots_of_sizes
 from orchestrator.drivers.admin_http import AdminHttp
 from orchestrator.drivers.engines import EngineDriver
-from orchestrator.drivers.journal import Journal
+from orchestrator.drivers.journal import Header, Journal
 from orchestrator.drivers.prober import Prober
 from orchestrator.drivers.runtime import Drivers, Notice, Runtime
 from orchestrator.drivers.trainer import TrainerLink
@@ -120,8 +120,11 @@ class Plane:
         # Evictions are what a regroup is made of here: nobody is to be quarantined for them.
         settings = PlaneSettings(startup_timeout_s=30.0, max_evictions=10**6)
         groups = [slot.group for slot in self._urls]
-        core = PlaneCore(settings, list(self._urls.values()), groups, time.monotonic())
+        urls = list(self._urls.values())
+        now = time.monotonic()
+        core = PlaneCore(settings, urls, groups, now)
         journal = Journal(self._journal, time.time)
+        journal.begin(Header(RUN_ID, 0, settings, tuple(urls), tuple(groups), now))
         runtime = Runtime(core, journal, time.monotonic, self._notice)
         async with (
             AdminHttp(self._token, 5.0) as http,
