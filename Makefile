@@ -82,6 +82,8 @@ smollm2: $(STAMP)
 bench: $(STAMP)
 	@$(BIN)/python benchmarks/control_plane.py
 	@$(BIN)/python benchmarks/broadcast.py
+	@$(BIN)/python benchmarks/detection.py
+	@$(BIN)/python benchmarks/router_restart.py
 
 fault: $(STAMP)
 	@if [ -d tests/fault_tolerance ]; then $(BIN)/python -m pytest tests/fault_tolerance $(PYTEST_FLAGS); \
