@@ -230,7 +230,7 @@ async def test_a_generation_begins_after_the_commit_that_is_under_way(
     assert control.calls == ["commit 7"]
     control.may_commit.set()
     assert (await commit).status_code == (await init).status_code == 200
-    assert control.calls == ["commit 7", "init 5"]
+    assert control.calls == ["commit 7", "init 5", "wait joined 0.0"]
     assert control.keeper.weight_version == 7
 
 
