@@ -1,0 +1,158 @@
+"""What `drivers/prober.py` does: asks every engine through the real EngineHealth, renews leases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from orchestrator.plane.commands import Probe, RouteEntry
+from orchestrator.plane.events import EngineAnswered
+from orchestrator.plane.health import EngineHealth, ProbeSettings, Sighting
+from protocol.ids import Slot
+from tests.sim.engine import Engine
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+
+class Watch:
+    """The probing of one slot since the last Probe command."""
+
+    __slots__ = ("health", "holds_gate", "is_over", "slot", "url")
+
+    def __init__(self, slot: Slot, url: str, health: EngineHealth) -> None:
+        self.slot = slot
+        self.url = url
+        self.health = health
+        self.is_over = False
+        self.holds_gate = False
+
+
+class Prober:
+    """One watch a slot."""
+
+    def __init__(self, world: World, settings: ProbeSettings, timeout_s: float) -> None:
+        self.world = world
+        self._settings = settings
+        self._timeout_s = timeout_s
+        self._watches: dict[Slot, Watch] = {}
+        self._serving: dict[Slot, RouteEntry] = {}
+
+    def watch(self, command: Probe) -> None:
+        """Start over with this slot."""
+        self._end(command.slot)
+        health = EngineHealth(self._settings, command.slot, command.life, self.world.loop.now)
+        watch = self._watches[command.slot] = Watch(command.slot, command.url, health)
+        self._schedule(watch)
+
+    def serve(self, entries: tuple[RouteEntry, ...]) -> None:
+        """Whose leases are renewed from now on."""
+        self._serving = {entry.slot: entry for entry in entries}
+
+    def close(self) -> None:
+        """Nobody is asked any more."""
+        for watch in self._watches.values():
+            watch.is_over = True
+
+    def _end(self, slot: Slot) -> None:
+        old = self._watches.get(slot)
+        if old is not None:
+            old.is_over = True
+            self._release(old)
+
+    def _release(self, watch: Watch) -> None:
+        if watch.holds_gate:
+            watch.holds_gate = False
+            self.world.client.gates.release(watch.slot)
+
+    def _schedule(self, watch: Watch) -> None:
+        """The question leaves at its time; only its arrival is an event."""
+        world = self.world
+        asked_at = max(watch.health.next_probe_at, world.loop.now)
+        engine = world.at_url.get(watch.url)
+        slow_s = engine.slow_s if engine is not None else 0.0
+        world.loop.ours(asked_at + world.latency() + slow_s, self._arrived, watch, asked_at)
+
+    def _arrived(self, watch: Watch, asked_at: float) -> None:
+        if watch.is_over:
+            return
+        world = self.world
+        loop = world.loop
+        engine = world.at_url.get(watch.url)
+        limit = max(asked_at + self._timeout_s, loop.now)
+        if engine is None or not engine.is_alive:
+            loop.ours(loop.now + world.latency(), self._heard, watch, None, "connection refused")
+        elif engine.is_frozen or engine.is_cut:
+            loop.timer(limit, self._heard, watch, None, "no answer in time")
+        elif engine.life < watch.health.life:
+            error = f"it is of life {engine.life}, expected {watch.health.life} or later"
+            loop.ours(loop.now + world.latency(), self._heard, watch, None, error)
+        else:
+            back_at = loop.now + world.latency() + engine.slow_s
+            if back_at > asked_at + self._timeout_s:
+                loop.timer(limit, self._heard, watch, None, "no answer in time")
+            else:
+                sighting = _sighting(engine, asked_at, loop.now)
+                loop.ours(back_at, self._heard, watch, sighting, "")
+
+    def _heard(self, watch: Watch, sighting: Sighting | None, error: str) -> None:
+        if watch.is_over:
+            return
+        world = self.world
+        health = watch.health
+        if sighting is None:
+            news = health.missed(world.loop.now, error)
+        else:
+            news = health.answered(world.loop.now, sighting)
+        if news is not None:
+            world.post(news)
+        entry = self._serving.get(watch.slot)
+        if sighting is not None and health.health == "ready" and entry is not None:
+            world.client.gates.acquire(watch.slot, lambda: self._renew(watch, entry))
+        else:
+            self._schedule(watch)
+
+    def _renew(self, watch: Watch, entry: RouteEntry) -> None:
+        world = self.world
+        watch.holds_gate = True
+        if watch.is_over:
+            self._release(watch)
+        elif self._serving.get(watch.slot) != entry:
+            self._renewed(watch)
+        else:
+            engine = world.at_url.get(world.core.url_of(watch.slot))
+            now = world.loop.now
+            arrives_at = now + world.latency() + (engine.slow_s if engine is not None else 0.0)
+            world.loop.at(arrives_at, self._renewal_arrived, watch, entry, engine, now)
+
+    def _renewal_arrived(
+        self, watch: Watch, entry: RouteEntry, engine: Engine | None, sent_at: float
+    ) -> None:
+        """Also when the watch is over: what was sent is not called back."""
+        loop = self.world.loop
+        is_reached = engine is not None and engine.is_alive and not engine.is_cut
+        if is_reached:
+            assert engine is not None
+            engine.renew(entry)
+        is_silent = engine is not None and engine.is_alive and (engine.is_frozen or engine.is_cut)
+        if is_silent:
+            loop.timer(max(sent_at + self._timeout_s, loop.now), self._renewed, watch)
+        else:
+            loop.ours(loop.now + self.world.latency(), self._renewed, watch)
+
+    def _renewed(self, watch: Watch) -> None:
+        if not watch.is_over:
+            self._release(watch)
+            self._schedule(watch)
+
+
+def _sighting(engine: Engine, asked_at: float, now: float) -> Sighting:
+    answer = EngineAnswered(
+        slot=engine.slot,
+        asked_at=asked_at,
+        boot_id=engine.boot_id,
+        life=engine.life,
+        world_size=engine.world_size,
+        weight_version=engine.version,
+        paused=engine.is_paused,
+    )
+    return Sighting(answer, engine.core_age_s(now), engine.num_running(), engine.num_tokens(now))
