@@ -32,6 +32,7 @@ from orchestrator.plane.commands import (
     UpdateEnded,
 )
 from orchestrator.plane.events import (
+    BroadcastReady,
     EngineAnswered,
     EngineSilent,
     EngineStuck,
@@ -58,7 +59,16 @@ MOVES = {
     "quarantined": ("evicted", "starting"),
 }
 _SWAP = (Pause, Commit, ReadVersion, Admit, Resume)
+PHASE_OF = {
+    "Open": "open", "Join": "join", "Send": "stage", "Stage": "stage", "Pause": "pause",
+    "Commit": "commit", "ReadVersion": "verify", "Admit": "admit", "Resume": "resume",
+    "Finish": "finish", "AbortGeneration": "abort",
+}  # fmt: skip
 _TRANSFER = ("open", "join", "stage", "abort")
+# Probe interval, its time-out, and a retry.
+_NOTICE_S = 3.0
+# Enough for an update that fails once and is begun again, when all is well.
+_CONFIRM_S = 4.5
 _ENDED = ("exited", "waiting", "failed", "stopped")
 
 
@@ -94,13 +104,16 @@ class Checks:
         self.dead = ""
         self.evicted_at: dict[int, float] = {}
         self.asked_life: dict[int, int] = {}
-        self.is_quiet = False
+        self.quiet_since: float | None = None
         self.stalled_s = 0.0
         self.is_restart = False
         self.is_return = False
         self._touched: dict[Engine, None] = {}
         self._before: dict[int, int] = {}
         self._last_op = 0
+        self.late: dict[Engine, None] = {}
+        self.ended: set[int] = set()
+        self.trainer_boot = ""
         for group in sorted({slot.group for slot in world.slots}):
             self.state[group], self.epoch[group], self.life[group] = "starting", 0, 0
 
@@ -151,9 +164,22 @@ class Checks:
             self.told[event.slot] = event
         elif isinstance(event, OpSucceeded | OpFailed | OpUnknown):
             self._completed(event)
+        elif isinstance(event, BroadcastReady):
+            self.trainer_boot = event.trainer_boot
+
+    def is_awaited(self, op_id: int) -> bool:
+        """Whether the update still waits for the outcome of an op."""
+        op, update, epoch = self.ops[op_id]
+        if update != self.update or self.update_since is None or op_id in self.ended:
+            return False
+        slot: Slot | None = getattr(op, "slot", None)
+        if slot is not None and epoch != self.epoch[slot.group]:
+            return False
+        return PHASE_OF.get(type(op).__name__) == self.world.phase
 
     def _completed(self, event: OpSucceeded | OpFailed | OpUnknown) -> None:
         op, update, epoch = self.ops[event.op_id]
+        self.ended.add(event.op_id)
         slot = getattr(op, "slot", None)
         is_good = isinstance(event, OpSucceeded)
         if isinstance(op, Open | Join | Stage | Send) and not is_good:
@@ -270,9 +296,12 @@ class Checks:
         if report.new in ("evicted", "quarantined") and report.old != "quarantined":
             self.epoch[group] += 1
             self.evicted_at[group] = self.world.loop.now
-            if group not in self.world.faults.touched:
+            # Who was the first to report a failed transfer twice may be the wrong one.
+            is_blamed = report.reason == "op_failed" and self.world.phase in _TRANSFER
+            touched = self.world.faults.touched
+            if group not in touched and not (is_blamed and touched):
                 self.violated("innocent", f"nothing ever happened to it: {report}")
-            if self.is_quiet:
+            if self.quiet_since is not None and not self.world.launcher.is_given_up(group):
                 self.violated("I9", f"a healthy group is evicted: {report}")
         elif report.new == "candidate":
             self._candidate(group)
@@ -290,7 +319,8 @@ class Checks:
                 text = f"{slot.engine_id} of life {said.life} is believed, {wanted} was asked for"
                 self.violated("life", text)
             since = self.evicted_at.get(group, -math.inf)
-            if said.asked_at < since - 1e-9:
+            is_next = group in self.asked_life and said.life >= wanted
+            if not is_next and said.asked_at < since - 1e-9:
                 self.violated("states", f"{slot.engine_id} has not answered since its eviction")
 
     def _admitted(self, group: int) -> None:
@@ -336,6 +366,26 @@ class Checks:
             if engine is not None:
                 self.touch(engine)
 
+    def paused_late(self, engine: Engine) -> None:
+        """A pause that was given up long ago is carried out."""
+        self.late[engine] = None
+        loop = self.world.loop
+        loop.at(loop.now + _NOTICE_S, self._still_paused, engine, self.update)
+
+    def _still_paused(self, engine: Engine, update: int) -> None:
+        entry = self.routed.get(engine.slot)
+        is_routed = entry is not None and entry.boot_id == engine.boot_id
+        is_between = self.update_since is None and self.update == update
+        if engine.is_alive and engine.is_paused and is_routed and is_between:
+            if not (engine.is_frozen or engine.is_cut):
+                self.violated("I4", f"{engine} stays paused, and nobody notices")
+
+    def trainer_waited(self, version: int) -> None:
+        """The trainer's own patience ended: nobody confirmed what it published."""
+        since = self.quiet_since
+        if since is not None and self.world.loop.now > since + _CONFIRM_S:
+            self.violated("I10", f"nobody confirmed v{version} to the trainer")
+
     def _update_ended(self, ended: UpdateEnded) -> None:
         if self.update_since is None:
             self.violated("I6", "an update ends that did not begin")
@@ -346,7 +396,7 @@ class Checks:
             engine = self.world.engines.get(slot)
             if engine is None or engine.boot_id != entry.boot_id or not engine.is_alive:
                 continue
-            if engine.is_paused:
+            if engine.is_paused and engine not in self.late:
                 self.violated("I4", f"{engine} stays paused")
 
     def _fail(self) -> None:
@@ -354,8 +404,11 @@ class Checks:
         if num_admitted >= self.world.plane["min_serving_groups"]:
             self.violated("capacity", f"the run fails with {num_admitted} groups in service")
         given_up = sum(self.world.launcher.is_given_up(group) for group in self.state)
-        if self.is_quiet and len(self.state) - given_up >= self.world.plane["min_serving_groups"]:
-            self.violated("I9", "the run fails although all is well")
+        can_serve = len(self.state) - given_up >= self.world.plane["min_serving_groups"]
+        patience_s = self.world.plane["no_capacity_timeout_s"]
+        since = self.quiet_since
+        if since is not None and can_serve and self.world.loop.now > since + patience_s:
+            self.violated("I9", "the run fails although all has been well for long")
 
     # -- after the step
 
@@ -403,7 +456,7 @@ class Checks:
             self.violated("I3", "engines receive and nobody sends")
 
     def _members_left(self) -> None:
-        if self.update_since is None:
+        if self.update_since is None or self.is_return:
             return
         for slot in self.members:
             if self.epoch[slot.group] != self._before[slot.group]:

@@ -53,6 +53,7 @@ class Client:
     def __init__(self, world: World) -> None:
         self.world = world
         self.gates = Gates()
+        self.arrived_by = 0.0
         self._open: dict[Call, None] = {}
 
     @property
@@ -108,6 +109,7 @@ class Client:
         if call.fault == "lost_request":
             return
         wait_s = world.latency() + (call.delay_s if call.fault == "slow" else 0.0)
+        self.arrived_by = max(self.arrived_by, now + wait_s)
         if server is None:
             world.loop.at(now + wait_s, self.broken, call, "connection refused")
         else:

@@ -111,13 +111,16 @@ class Engine(Server):
         _HANDLERS[type(call.op)](self, call)
         self.world.checks.touch(self)
 
-    def renew(self, entry: RouteEntry) -> None:
-        """A lease renewal arrives."""
+    def renew(self, entry: RouteEntry) -> bool:
+        """A lease renewal arrives; False when it is refused."""
         if self.is_frozen:
             self._late_renewals.append(entry)
-        elif (entry.boot_id, entry.version) == (self.boot_id, self.version):
+        elif (entry.boot_id, entry.version) != (self.boot_id, self.version):
+            return False
+        else:
             self.lease_until = self.world.loop.now + self.world.timing["lease_s"]
             self.world.checks.touch(self)
+        return True
 
     def _admit(self, call: Call) -> None:
         op = call.op
@@ -145,6 +148,8 @@ class Engine(Server):
 
     def _set_paused(self, call: Call, is_paused: bool) -> None:
         self.is_paused = is_paused
+        if is_paused and call.is_done:
+            self.world.checks.paused_late(self)
         self.answer(call, "succeeded")
         self.world.checks.touch(self)
 

@@ -201,6 +201,8 @@ class Faults:
     # -- the rest
 
     def _new_life(self, fault: Fault) -> None:
+        if fault.what == "silent":  # an engine of the next life is the first to tell
+            self._launcher_silent(fault)
         self.world.launcher.new_life(self.world.slots[fault.slot].group)
 
     def _trainer_crash(self, fault: Fault) -> None:

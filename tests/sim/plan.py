@@ -35,6 +35,13 @@ _WEIGHTS = {
     "launcher_silent": 2, "old_life_returns": 1, "orchestrator_restart": 3,
 }  # fmt: skip
 KINDS = tuple(_WEIGHTS)
+_NUM_FAULTS = (0, 0, 1, 1, 2, 2, 3, 4, 6)
+_ENGINE_KINDS = ("crash", "restart", "hang", "core_hang", "stall", "cut", "new_life", "group_crash")
+_OP_OF = {
+    "open": "Open", "join": "Join", "stage": "Stage", "abort": "AbortGeneration", "pause": "Pause",
+    "commit": "Commit", "verify": "ReadVersion", "admit": "Admit", "resume": "Resume",
+    "finish": "Finish",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +117,9 @@ def draw(seed: int) -> Plan:
     groups = _fleet(chance)
     has_launcher = chance.random() < 0.6
     duration_s = chance.uniform(3.0, 8.0)
-    num_faults = chance.choice((0, 1, 2, 2, 3, 3, 4, 5, 7))
+    faults = [_fault(chance, len(groups), duration_s) for _ in range(chance.choice(_NUM_FAULTS))]
+    if chance.random() < 0.5:
+        faults += chance.choice(_THEMES)(chance, len(groups), duration_s)
     return Plan(
         groups=groups,
         world_sizes=tuple(chance.choice((1, 1, 1, 2, 4)) for _ in groups),
@@ -118,7 +127,7 @@ def draw(seed: int) -> Plan:
         probe=_probe(chance),
         timing=_timing(chance),
         duration_s=duration_s,
-        faults=tuple(_fault(chance, len(groups), duration_s) for _ in range(num_faults)),
+        faults=tuple(faults),
         noise=chance.getrandbits(48),
     )
 
@@ -180,9 +189,18 @@ def _timing(chance: random.Random) -> dict[str, float]:
     }
 
 
-def _fault(chance: random.Random, num_engines: int, duration_s: float) -> Fault:
-    kind = chance.choices(KINDS, tuple(_WEIGHTS.values()))[0]
-    phase = chance.choice(PHASES) if kind != "op" and chance.random() < 0.5 else ""
+def _fault(
+    chance: random.Random,
+    num_engines: int,
+    duration_s: float,
+    *,
+    kinds: tuple[str, ...] = (),
+    phase: str | None = None,
+) -> Fault:
+    """Any fault, or one of these kinds, at any time or in any phase, or in this one."""
+    kind = chance.choice(kinds) if kinds else chance.choices(KINDS, tuple(_WEIGHTS.values()))[0]
+    if phase is None:
+        phase = chance.choice(PHASES) if kind != "op" and chance.random() < 0.5 else ""
     at = chance.uniform(0.0, 0.1) if phase else chance.uniform(0.0, duration_s)
     slot = chance.randrange(num_engines)
     what, times = "", 1
@@ -192,6 +210,55 @@ def _fault(chance: random.Random, num_engines: int, duration_s: float) -> Fault:
         name = chance.choice(TRAINER_OPS if is_trainer else ENGINE_OPS)
         what = f"{name}:{chance.choice(OUTCOMES)}"
         times = chance.choice((1, 1, 2, 3))
+    elif kind == "new_life":
+        what = chance.choice(("", "silent"))
     nth = chance.choice((1, 1, 2, 3)) if phase else 0
     duration = chance.choice((0.3, 1.0, 2.5, 5.0)) * chance.uniform(0.5, 1.5)
     return Fault(kind, round(at, 4), phase, nth, slot, round(duration, 3), what, times)
+
+
+def _slow_phase(chance: random.Random, num_engines: int, duration_s: float) -> list[Fault]:
+    """A phase lasts, and something happens meanwhile."""
+    phase = chance.choice(PHASES)
+    op = _OP_OF[phase]
+    slot = -1 if op in ("Open", "Finish") else chance.randrange(num_engines)
+    seconds = round(chance.uniform(0.5, 1.8), 3)
+    at = round(chance.uniform(0.0, duration_s / 2), 4)
+    faults = [Fault("op", at, slot=slot, duration=seconds, what=f"{op}:slow")]
+    if phase == "abort":
+        faults.append(Fault("op", at, slot=-1, what="Send:refuse"))
+    while len(faults) < 4:
+        extra = _fault(chance, num_engines, duration_s, kinds=KINDS[1:], phase=phase)
+        faults.append(replace(extra, at=round(chance.uniform(0.0, seconds), 4)))
+    return faults
+
+
+def _flapping(chance: random.Random, num_engines: int, duration_s: float) -> list[Fault]:
+    """One engine has one trouble after the other."""
+    slot = chance.randrange(num_engines)
+    faults = [
+        _fault(chance, num_engines, duration_s, kinds=_ENGINE_KINDS, phase="")
+        for _ in range(chance.randrange(2, 6))
+    ]
+    return [replace(fault, slot=slot) for fault in faults]
+
+
+def _bad_start(chance: random.Random, num_engines: int, duration_s: float) -> list[Fault]:
+    """Engines are in trouble before the first update."""
+    return [
+        _fault(chance, num_engines, 3.0, kinds=_ENGINE_KINDS, phase="")
+        for _ in range(chance.randrange(2, 4))
+    ]
+
+
+def _pile(chance: random.Random, num_engines: int, duration_s: float) -> list[Fault]:
+    """The loop stalls, and much news piles up meanwhile."""
+    stall = _fault(chance, num_engines, duration_s, kinds=("loop_stall",), phase="")
+    faults = [stall]
+    for _ in range(chance.randrange(1, 4)):
+        fault = _fault(chance, num_engines, duration_s, phase="")
+        faults.append(replace(fault, at=round(stall.at + chance.uniform(-0.3, stall.duration), 4)))
+    return [replace(fault, at=max(fault.at, 0.0)) for fault in faults]
+
+
+_THEMES = (_slow_phase, _slow_phase, _flapping, _bad_start, _pile)

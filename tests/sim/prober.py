@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Watch:
     """The probing of one slot since the last Probe command."""
 
-    __slots__ = ("health", "holds_gate", "is_over", "slot", "url")
+    __slots__ = ("health", "holds_gate", "is_over", "is_waiting", "slot", "turn", "url")
 
     def __init__(self, slot: Slot, url: str, health: EngineHealth) -> None:
         self.slot = slot
@@ -25,6 +25,8 @@ class Watch:
         self.health = health
         self.is_over = False
         self.holds_gate = False
+        self.turn = 0
+        self.is_waiting = False
 
 
 class Prober:
@@ -36,17 +38,19 @@ class Prober:
         self._timeout_s = timeout_s
         self._watches: dict[Slot, Watch] = {}
         self._serving: dict[Slot, RouteEntry] = {}
+        self._refused: dict[Slot, RouteEntry] = {}
 
     def watch(self, command: Probe) -> None:
         """Start over with this slot."""
         self._end(command.slot)
         health = EngineHealth(self._settings, command.slot, command.life, self.world.loop.now)
         watch = self._watches[command.slot] = Watch(command.slot, command.url, health)
-        self._schedule(watch)
+        self._schedule(watch, watch.health.next_probe_at)
 
     def serve(self, entries: tuple[RouteEntry, ...]) -> None:
-        """Whose leases are renewed from now on."""
+        """Whose leases are renewed from now on; who refused the last renewal is asked at once."""
         self._serving = {entry.slot: entry for entry in entries}
+        self._ask_anew()
 
     def close(self) -> None:
         """Nobody is asked any more."""
@@ -64,17 +68,21 @@ class Prober:
             watch.holds_gate = False
             self.world.client.gates.release(watch.slot)
 
-    def _schedule(self, watch: Watch) -> None:
-        """The question leaves at its time; only its arrival is an event."""
+    def _schedule(self, watch: Watch, at: float) -> None:
+        """The question leaves at that time; only its arrival is an event."""
         world = self.world
-        asked_at = max(watch.health.next_probe_at, world.loop.now)
+        asked_at = max(at, world.loop.now)
         engine = world.at_url.get(watch.url)
         slow_s = engine.slow_s if engine is not None else 0.0
-        world.loop.ours(asked_at + world.latency() + slow_s, self._arrived, watch, asked_at)
+        watch.turn += 1
+        watch.is_waiting = True
+        arrives_at = asked_at + world.latency() + slow_s
+        world.loop.ours(arrives_at, self._arrived, watch, watch.turn, asked_at)
 
-    def _arrived(self, watch: Watch, asked_at: float) -> None:
-        if watch.is_over:
+    def _arrived(self, watch: Watch, turn: int, asked_at: float) -> None:
+        if watch.is_over or turn != watch.turn:
             return
+        watch.is_waiting = False
         world = self.world
         loop = world.loop
         engine = world.at_url.get(watch.url)
@@ -109,7 +117,7 @@ class Prober:
         if sighting is not None and health.health == "ready" and entry is not None:
             world.client.gates.acquire(watch.slot, lambda: self._renew(watch, entry))
         else:
-            self._schedule(watch)
+            self._schedule(watch, health.next_probe_at)
 
     def _renew(self, watch: Watch, entry: RouteEntry) -> None:
         world = self.world
@@ -117,7 +125,7 @@ class Prober:
         if watch.is_over:
             self._release(watch)
         elif self._serving.get(watch.slot) != entry:
-            self._renewed(watch)
+            self._renewed(watch, entry, True)
         else:
             engine = world.at_url.get(world.core.url_of(watch.slot))
             now = world.loop.now
@@ -130,19 +138,34 @@ class Prober:
         """Also when the watch is over: what was sent is not called back."""
         loop = self.world.loop
         is_reached = engine is not None and engine.is_alive and not engine.is_cut
+        is_taken = True
         if is_reached:
             assert engine is not None
-            engine.renew(entry)
+            is_taken = engine.renew(entry)
         is_silent = engine is not None and engine.is_alive and (engine.is_frozen or engine.is_cut)
         if is_silent:
-            loop.timer(max(sent_at + self._timeout_s, loop.now), self._renewed, watch)
+            loop.timer(
+                max(sent_at + self._timeout_s, loop.now), self._renewed, watch, entry, is_taken
+            )
         else:
-            loop.ours(loop.now + self.world.latency(), self._renewed, watch)
+            loop.ours(loop.now + self.world.latency(), self._renewed, watch, entry, is_taken)
 
-    def _renewed(self, watch: Watch) -> None:
-        if not watch.is_over:
-            self._release(watch)
-            self._schedule(watch)
+    def _renewed(self, watch: Watch, entry: RouteEntry, is_taken: bool) -> None:
+        if watch.is_over:
+            return
+        self._release(watch)
+        self._schedule(watch, watch.health.next_probe_at)
+        if not is_taken:
+            self._refused[watch.slot] = entry
+            self._ask_anew()
+
+    def _ask_anew(self) -> None:
+        for slot, refused in list(self._refused.items()):
+            if self._serving.get(slot) != refused:
+                del self._refused[slot]
+                watch = self._watches[slot]
+                if watch.is_waiting:
+                    self._schedule(watch, self.world.loop.now)
 
 
 def _sighting(engine: Engine, asked_at: float, now: float) -> Sighting:

@@ -64,11 +64,13 @@ def _play(world: World) -> None:
         return
     world.note("healed")
     world.faults.heal()
-    quiet_at, calls = world.loop.now + _RESIDUE_S, world.client.open_calls()
+    loop = world.loop
+    quiet_at = max(loop.now, loop.busy_until, world.client.arrived_by) + _RESIDUE_S
+    calls = world.client.open_calls()
     _until(world, lambda: _is_back(world, quiet_at, calls), _RETURN_S, "groups are back in service")
     if world.failed is not None:
         return
-    world.checks.is_quiet = True
+    world.checks.quiet_since = world.loop.now
     world.note("quiet")
     before = len(world.updates)
     limit_s = _NUM_UPDATES * (world.plane["update_timeout_s"] + 5.0)
@@ -99,7 +101,9 @@ def _is_back(world: World, quiet_at: float, calls: list[Call]) -> bool:
 
 
 def _num_finished(world: World, before: int) -> int:
-    return sum(update.outcome == "finished" for update in world.updates[before:])
+    """A return after a restart reloads nothing, and has no other targets."""
+    ended = [update for update in world.updates[before:] if update.outcome == "finished"]
+    return sum(not update.reason.startswith("returned") for update in ended)
 
 
 def _check_all_serve(world: World) -> None:

@@ -29,7 +29,6 @@ class Trainer(Server):
         self.version = version
         self.published: int | None = None
         self.finished: int | None = None
-        self.num_without_confirmation = 0
         self.last_generation = 0
         self._collective: Collective | None = None
         self._waiting: list[Call] = []
@@ -55,7 +54,7 @@ class Trainer(Server):
 
     def _out_of_patience(self, version: int) -> None:
         if self.is_alive and version == self.version and not self._is_finished():
-            self.num_without_confirmation += 1
+            self.world.checks.trainer_waited(version)
             self.world.note(f"{self.boot} goes on without confirmation of v{version}")
             self._next_batch(version)
 
