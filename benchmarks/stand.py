@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,18 +21,16 @@ from engine.fake_fleet import slots_of_sizes
 from protocol.ids import Slot
 from tests.fakes.processes import (
     FakeEngineProcess,
-    clean_environment,
     fake_engine_processes,
     free_port,
     router_process,
+    running,
 )
 from tests.helpers.tokenizers import letters_tokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
 RUN_ID = "bench"
 POLL_S = 0.01
 START_TIMEOUT_S = 90.0
-_STOP_TIMEOUT_S = 10.0
 
 
 class Stand:
@@ -128,8 +123,9 @@ def running_stand(group_sizes: Sequence[int], log_dir: Path) -> Iterator[Stand]:
         stack.enter_context(stand.router)
         stand.start_router(log_dir)
         config = _config(stand, trainer_url, log_dir)
-        command = ["-m", "launch.cli", "orchestrator", "@", str(config)]
-        stack.enter_context(_process(command, token, log_dir / "orchestrator.log"))
+        command = [sys.executable, "-m", "launch.cli", "orchestrator", "@", str(config)]
+        log = log_dir / "orchestrator.log"
+        stack.enter_context(running(command, log, token, is_piped=False))
         stand.until_listed(set(stand.urls.values()))
         yield stand
 
@@ -156,35 +152,9 @@ def _config(stand: Stand, trainer_url: str, log_dir: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _process(command: Sequence[str], token: str, log: Path) -> Iterator[subprocess.Popen[str]]:
-    with log.open("w") as sink:
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=clean_environment(token),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if log.stem != "orchestrator" else sink,
-            stderr=sink,
-            text=True,
-            start_new_session=True,
-        )
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(_STOP_TIMEOUT_S)
-        if process.stdout is not None:
-            process.stdout.close()
-
-
-@contextlib.contextmanager
 def _lines(command: Sequence[str], token: str, log: Path) -> Iterator[Iterator[str]]:
     """Of a fake that prints a URL for each of its servers once it listens."""
-    with _process(command, token, log) as process:
+    with running([sys.executable, *command], log, token) as process:
         assert process.stdout is not None
         stdout = process.stdout
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import uvicorn
 import uvloop
+from starlette.applications import Starlette
 
 from orchestrator.api import make_app
 from orchestrator.config import OrchestratorConfig, admin_token, api_key
@@ -36,7 +37,7 @@ from orchestrator.monitor.wandb_sink import WandbSink
 from orchestrator.plane.health import ProbeSettings
 from orchestrator.plane.state import PlaneSettings
 from orchestrator.progress import Progress
-from orchestrator.recovery import begin
+from orchestrator.recovery import Beginning, begin
 from orchestrator.rollouts.errors import RolloutsFailed
 from orchestrator.steps import StepLoop
 
@@ -95,21 +96,10 @@ async def _body(config: OrchestratorConfig, progress: Progress) -> None:
     """Everything between the first probe and the last step."""
     token = admin_token()
     client = config.model.client
-    groups = client.admin_engine_groups
-    assert groups is not None
     async with contextlib.AsyncExitStack() as stack:
         journal = _journal(config)
         stack.callback(journal.close)
-        beginning = begin(
-            journal,
-            config.output_dir,
-            run_id=config.run_id,
-            settings=plane_settings(config),
-            urls=client.admin_base_url,
-            groups=groups,
-            monotonic=time.monotonic,
-            wall_clock=time.time,
-        )
+        beginning = _begin(config, journal)
         core = beginning.core
 
         def clock() -> float:
@@ -150,17 +140,7 @@ async def _body(config: OrchestratorConfig, progress: Progress) -> None:
         )
         launcher = desk if config.has_launcher else None
         drivers = Drivers(engines, prober, link, router, launcher)
-        api = _Api(
-            uvicorn.Config(
-                make_app(token, desk, core.snapshot),
-                host=config.host,
-                port=config.port,
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                timeout_graceful_shutdown=1,
-            )
-        )
+        api = _make_api(config, make_app(token, desk, core.snapshot))
         background: dict[str, Coroutine[Any, Any, None]] = {
             "plane": runtime.run(drivers, beginning.first),
             "prober": prober.run(),
@@ -182,6 +162,22 @@ def _journal(config: OrchestratorConfig) -> Journal:
         return Journal(config.output_dir / "journal.jsonl", time.time)
     except JournalInUse as error:
         raise RunFailed(str(error)) from None
+
+
+def _begin(config: OrchestratorConfig, journal: Journal) -> Beginning:
+    client = config.model.client
+    groups = client.admin_engine_groups
+    assert groups is not None
+    return begin(
+        journal,
+        config.output_dir,
+        run_id=config.run_id,
+        settings=plane_settings(config),
+        urls=client.admin_base_url,
+        groups=groups,
+        monotonic=time.monotonic,
+        wall_clock=time.time,
+    )
 
 
 async def _until_done(
@@ -212,6 +208,20 @@ class _Api(uvicorn.Server):
     def capture_signals(self):  # type: ignore[no-untyped-def]
         """Nothing to capture."""
         yield
+
+
+def _make_api(config: OrchestratorConfig, app: Starlette) -> _Api:
+    return _Api(
+        uvicorn.Config(
+            app,
+            host=config.host,
+            port=config.port,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+        )
+    )
 
 
 def plane_settings(config: OrchestratorConfig) -> PlaneSettings:

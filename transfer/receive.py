@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
 
@@ -147,11 +148,10 @@ class _Receiver:
         """All buckets; returns their digest."""
         digest = Digest()
         in_flight: deque[tuple[torch.Tensor, Pending]] = deque()
-        num_posted = 0
+        not_posted = iter(range(len(self._plan.buckets)))
         for start, end in self._plan.buckets:
-            while num_posted < len(self._plan.buckets) and len(in_flight) < NUM_IN_FLIGHT:
-                in_flight.append(self._post(num_posted))
-                num_posted += 1
+            room = NUM_IN_FLIGHT - len(in_flight)
+            in_flight.extend(map(self._post, islice(not_posted, room)))
             data, pending = in_flight.popleft()
             pending.wait(self._deadline)
             digest.update(data)

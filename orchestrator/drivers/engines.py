@@ -127,25 +127,23 @@ class EngineDriver:
 
     async def _join(self, command: Join) -> None:
         assert command.slot is not None
+        wait_s = self._server_time(command.deadline)
         info = InitInfo(
             host=command.host,
             port=command.port,
             generation=command.generation,
             rank_offset=command.rank_offset,
             world_size=command.world_size,
-            timeout_s=self._server_time(command.deadline),
+            timeout_s=wait_s,
         )
-        body = {"init_info": _body(info), "wait_s": self._server_time(command.deadline)}
+        body = {"init_info": _body(info), "wait_s": wait_s}
         await self._reach(command, "/init_weight_transfer_engine", body, "joined")
 
     async def _stage(self, command: Stage) -> OpResult:
         # No /start_weight_update before it: that only drops staged bytes, and receiving does too.
-        info = UpdateInfo(
-            generation=command.generation,
-            version=command.version,
-            timeout_s=self._server_time(command.deadline),
-        )
-        body = {"update_info": _body(info), "wait_s": self._server_time(command.deadline)}
+        wait_s = self._server_time(command.deadline)
+        info = UpdateInfo(generation=command.generation, version=command.version, timeout_s=wait_s)
+        body = {"update_info": _body(info), "wait_s": wait_s}
         status = await self._reach(command, "/update_weights", body, "staged")
         if status.staged_version != command.version:
             raise Refused(200, f"staged version {status.staged_version}, not {command.version}")

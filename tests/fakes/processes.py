@@ -74,7 +74,7 @@ def fake_engine_processes(
             log = log_dir / f"{slot.engine_id}.log"
             command = [sys.executable, "-m", "engine.fake", "--port", "0"]
             command += ["--group", str(slot.group), "--index", str(slot.index), *args]
-            process = stack.enter_context(_running(command, log, admin_token))
+            process = stack.enter_context(running(command, log, admin_token))
             started.append((slot, process, log))
         yield [
             FakeEngineProcess(slot, _first_line(process, log), process, log)
@@ -116,7 +116,7 @@ def router_process(
     }
     command = [str(Path(sys.executable).with_name("vllm-router"))]
     command += [*(str(part) for pair in flags.items() for part in pair), *args]
-    with _running(command, log, admin_token="", is_piped=False) as process:
+    with running(command, log, admin_token="", is_piped=False) as process:
         router = RouterProcess(url, process, log)
         deadline = time.monotonic() + START_TIMEOUT_S
         while is_waited_for and not _answers(router):
@@ -141,11 +141,12 @@ def _answers(router: RouterProcess) -> bool:
 
 
 @contextlib.contextmanager
-def _running(
+def running(
     command: list[str], log: Path, admin_token: str, *, is_piped: bool = True
 ) -> Iterator[subprocess.Popen[str]]:
-    """`is_piped`: stdout is for us, who read one line. Not for a router: it says something at every
-    request, whatever its log level, and stands still once a pipe that nobody reads is full."""
+    """A process, and its end. `is_piped`: stdout is for the caller, who reads the first lines. Not
+    for a router: it says something at every request, whatever its log level, and stands still once
+    a pipe that nobody reads is full."""
     with log.open("w") as sink:
         process = subprocess.Popen(
             command,

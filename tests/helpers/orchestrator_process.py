@@ -7,11 +7,12 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from tests.fakes.processes import free_port
+from tests.helpers.polling import until
 from tests.helpers.tokenizers import letters_tokenizer
 
 RUN_ID = "run"
@@ -29,19 +30,17 @@ class Orchestrator:
 
     def commands(self, kind: str) -> list[dict[str, Any]]:
         """Commands of this type in the journal so far."""
-        return [
-            command
-            for line in journal_lines(self.directory)
-            for command in line["commands"]
-            if command["type"] == kind
-        ]
+        return commands_in(journal_lines(self.directory), kind)
 
     async def until(self, is_met: Callable[[], bool]) -> None:
         """Poll until the condition holds."""
-        async with asyncio.timeout(_DEADLINE_S):
-            while not is_met():
-                assert self.process.returncode is None
-                await asyncio.sleep(0.02)
+
+        def holds() -> bool:
+            is_there = is_met()
+            assert is_there or self.process.returncode is None
+            return is_there
+
+        await until(holds, timeout_s=_DEADLINE_S)
 
     async def end(self) -> tuple[int, str]:
         """Exit code and everything it printed on stdout."""
@@ -57,6 +56,11 @@ def journal_lines(directory: Path) -> list[dict[str, Any]]:
     files += [path for path in [directory / "journal.jsonl"] if path.exists()]
     raw = [line for path in files for line in path.read_bytes().split(b"\n")[:-1]]
     return [line for line in map(json.loads, raw) if "event" in line]
+
+
+def commands_in(lines: Iterable[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """Commands of this type in lines of a journal."""
+    return [command for line in lines for command in line["commands"] if command["type"] == kind]
 
 
 @contextlib.asynccontextmanager

@@ -13,13 +13,17 @@ async def until(
     *,
     timeout_s: float = DEADLINE_S,
     every_s: float = 0.01,
+    what: str = "",
 ) -> None:
-    """Look until it holds. Raises TimeoutError."""
-    async with asyncio.timeout(timeout_s):
-        while True:
-            found = holds()
-            if isinstance(found, Awaitable):
-                found = await found
-            if found:
-                return
-            await asyncio.sleep(every_s)
+    """Look until it holds. Raises TimeoutError, which names `what`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                found = holds()
+                if isinstance(found, Awaitable):
+                    found = await found
+                if found:
+                    return
+                await asyncio.sleep(every_s)
+    except TimeoutError:
+        raise TimeoutError(f"not within {timeout_s:g} s: {what or holds}") from None

@@ -11,8 +11,7 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,13 +29,14 @@ from tests.helpers.orchestrator_process import (
     GROUPS,
     RUN_ID,
     Orchestrator,
+    commands_in,
     journal_lines,
     orchestrator,
 )
+from tests.helpers.polling import until
 from tests.integration.conftest import EngineProcesses, StartTrainer
 
 _HEADERS = {"Authorization": "Bearer secret"}
-_DEADLINE_S = 20.0
 _LATE_S = 2.5  # longer than a restart takes: carried out when the next one is at work
 
 
@@ -146,13 +146,6 @@ async def bench_of(engines: list[FakeEngineProcess], trainer: FakeTrainer) -> As
             await asyncio.wait([task])
 
 
-async def until(holds: Callable[[], Awaitable[bool]], what: str) -> None:
-    deadline = time.monotonic() + _DEADLINE_S
-    while not await holds():
-        assert time.monotonic() < deadline, f"not within {_DEADLINE_S} s: {what}"
-        await asyncio.sleep(0.01)
-
-
 async def kill(run: Orchestrator) -> None:
     """SIGKILL."""
     run.process.kill()
@@ -170,8 +163,7 @@ def newest(directory: Path, kind: str) -> list[dict[str, Any]]:
     """Commands of this kind since the last start."""
     lines = journal_lines(directory)
     starts = [i for i, line in enumerate(lines) if line["event"]["type"] == "Restarted"]
-    since = lines[starts[-1] :] if starts else lines
-    return [c for line in since for c in line["commands"] if c["type"] == kind]
+    return commands_in(lines[starts[-1] :] if starts else lines, kind)
 
 
 async def finished(run: Orchestrator, version: int) -> None:
@@ -184,14 +176,18 @@ async def finished(run: Orchestrator, version: int) -> None:
     )
 
 
+Start = Callable[[Bench], contextlib.AbstractAsyncContextManager[Orchestrator]]
+
+
 @pytest.fixture
-def start(
-    router: RouterProcess, tmp_path: Path
-) -> Callable[[Bench], contextlib.AbstractAsyncContextManager[Orchestrator]]:
-    """Start an orchestrator, always in the same place."""
-    port = free_port()
+def start(router: RouterProcess, tmp_path: Path) -> Start:
+    """Start an orchestrator, always in the same place. Its port is chosen when all others listen:
+    chosen before, it may be one that an engine gets."""
+    port = 0
 
     def started(bench: Bench) -> contextlib.AbstractAsyncContextManager[Orchestrator]:
+        nonlocal port
+        port = port or free_port()
         urls = [engine.url for engine in bench.engines]
         return orchestrator(
             tmp_path, urls, bench.trainer.url, router.url, port, max_steps=1000,
@@ -203,11 +199,10 @@ def start(
 
 def check_whole(bench: Bench, directory: Path) -> None:
     """What must be true of the whole run, all orchestrators together."""
+    lines = journal_lines(directory)
     admitted = {
         (f"g{e['slot']['group']}e{e['slot']['index']}", e["boot_id"], e["version"])
-        for line in journal_lines(directory)
-        for command in line["commands"]
-        if command["type"] == "Route"
+        for command in commands_in(lines, "Route")
         for e in command["entries"]
     }
     assert len(bench.served) > 20
@@ -216,12 +211,7 @@ def check_whole(bench: Bench, directory: Path) -> None:
     assert [batch.step for batch in batches] == list(range(len(batches)))
     ids = [sample.rollout_id for batch in batches for sample in batch.samples]
     assert len(set(ids)) == len(ids)
-    generations = [
-        command["generation"]
-        for line in journal_lines(directory)
-        for command in line["commands"]
-        if command["type"] == "Open"
-    ]
+    generations = [command["generation"] for command in commands_in(lines, "Open")]
     assert generations == sorted(set(generations))
     story = replay(segments(directory))
     assert story.divergence is None
@@ -231,7 +221,7 @@ def check_whole(bench: Bench, directory: Path) -> None:
 async def test_killed_in_each_phase_of_an_update(
     engine_processes: EngineProcesses,
     fake_trainer: StartTrainer,
-    start: Callable[[Bench], contextlib.AbstractAsyncContextManager[Orchestrator]],
+    start: Start,
     tmp_path: Path,
 ) -> None:
     engines = engine_processes(GROUPS, "--tokens-per-s", "2000")
@@ -248,7 +238,7 @@ async def test_killed_in_each_phase_of_an_update(
                     is_there = memory.update is not None and memory.update.phase == hold.phase
                     return is_there and await bench.num_fired(hold) > before
 
-                await until(is_held, name)
+                await until(is_held, what=name)
                 await kill(run)
             await bench.release(hold)
             memory = past_of(tmp_path).memory
@@ -278,7 +268,7 @@ async def test_killed_in_each_phase_of_an_update(
 async def test_killed_in_each_moment_of_a_step(
     engine_processes: EngineProcesses,
     fake_trainer: StartTrainer,
-    start: Callable[[Bench], contextlib.AbstractAsyncContextManager[Orchestrator]],
+    start: Start,
     tmp_path: Path,
 ) -> None:
     """The batch on its way, taken but not trained, and nothing at all in flight."""
@@ -301,7 +291,7 @@ async def test_killed_in_each_moment_of_a_step(
                 async def is_hit(rule: FaultRule = rule, before: int = before) -> bool:
                     return trainer.plan.fired.get(rule.at, 0) > before
 
-                await until(is_hit, rule.at)
+                await until(is_hit, what=rule.at)
                 await kill(run)
             memory = past_of(tmp_path).memory
             version = memory.policy_version
@@ -319,7 +309,7 @@ async def test_killed_in_each_moment_of_a_step(
 async def test_a_trainer_that_went_back_ends_the_run(
     engine_processes: EngineProcesses,
     fake_trainer: StartTrainer,
-    start: Callable[[Bench], contextlib.AbstractAsyncContextManager[Orchestrator]],
+    start: Start,
     tmp_path: Path,
 ) -> None:
     engines = engine_processes(GROUPS)
@@ -337,7 +327,7 @@ async def test_a_trainer_that_went_back_ends_the_run(
 async def test_a_second_orchestrator_is_refused(
     engine_processes: EngineProcesses,
     fake_trainer: StartTrainer,
-    start: Callable[[Bench], contextlib.AbstractAsyncContextManager[Orchestrator]],
+    start: Start,
     tmp_path: Path,
 ) -> None:
     engines = engine_processes(GROUPS)
