@@ -8,6 +8,7 @@ not parse, or an identity that is not ours (other run, slot, or an older life).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterable
 
@@ -44,6 +45,9 @@ class Prober:
         self._health: dict[Slot, EngineHealth] = {}
         self._tasks: dict[Slot, asyncio.Task[None]] = {}
         self._serving: dict[Slot, RouteEntry] = {}
+        # Asked about at once when they are to serve something else: their lease was not renewed.
+        self._refused: set[Slot] = set()
+        self._wake: dict[Slot, asyncio.Event] = {}
 
     def watch(self, command: Probe) -> None:
         """Start over with this slot: whatever it answers next is news."""
@@ -53,16 +57,27 @@ class Prober:
             old.cancel()
         health = EngineHealth(self._settings, slot, command.life, self._clock())
         self._health[slot] = health
+        self._refused.discard(slot)
+        self._wake[slot] = wake = asyncio.Event()
         name = f"probe-{slot.engine_id}"
-        self._tasks[slot] = asyncio.create_task(self._follow(slot, command.url, health), name=name)
+        work = self._follow(slot, command.url, health, wake)
+        self._tasks[slot] = asyncio.create_task(work, name=name)
 
     def serve(self, entries: Iterable[RouteEntry]) -> None:
         """The engines whose lease is renewed from now on; all others run out."""
-        self._serving = {entry.slot: entry for entry in entries}
+        before, self._serving = self._serving, {entry.slot: entry for entry in entries}
+        for slot, entry in self._serving.items():
+            if slot in self._refused and entry != before.get(slot):
+                self._wake[slot].set()
 
     def health(self, slot: Slot) -> EngineHealth | None:
         """What is known of an engine."""
         return self._health.get(slot)
+
+    @property
+    def refused(self) -> frozenset[Slot]:
+        """Engines that serve and would not renew their lease when they were last asked to."""
+        return frozenset(self._refused)
 
     async def run(self) -> None:
         """Pass on what breaks in a probe task (a programming error); end all when cancelled."""
@@ -85,9 +100,14 @@ class Prober:
             for task in self._tasks.values():
                 task.cancel()
 
-    async def _follow(self, slot: Slot, url: str, health: EngineHealth) -> None:
+    async def _follow(
+        self, slot: Slot, url: str, health: EngineHealth, wake: asyncio.Event
+    ) -> None:
         while True:
-            await asyncio.sleep(max(health.next_probe_at - self._clock(), 0.0))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(health.next_probe_at - self._clock(), 0.0)):
+                    await wake.wait()
+            wake.clear()
             asked_at = self._clock()
             before = health.health
             try:
@@ -108,6 +128,7 @@ class Prober:
                 await self._renew(slot)
 
     async def _renew(self, slot: Slot) -> None:
+        self._refused.discard(slot)
         entry = self._serving.get(slot)
         if entry is None:
             return
@@ -120,8 +141,11 @@ class Prober:
                 is_wanted=lambda: self._serving.get(slot) == entry,
             )
         except (NoAnswer, Refused) as error:
-            # During a commit the engine may hold the next version already; a real difference
-            # shows in the next probe.
+            # During a commit the engine may hold the next version already, and is asked again
+            # when that one is routed; a real difference shows in the next probe.
+            self._refused.add(slot)
+            if self._serving.get(slot) not in (None, entry):
+                self._wake[slot].set()
             log.debug("%s lease not renewed: %s", slot.engine_id, error)
 
     def _problem(self, slot: Slot, life: int, identity: Identity) -> str | None:

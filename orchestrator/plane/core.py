@@ -7,7 +7,7 @@ in `health.py` (fed by the prober, which tells the core only news).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import assert_never
@@ -28,8 +28,8 @@ from orchestrator.plane.events import (
     Restarted,
 )
 from orchestrator.plane.fleet import Fleet
-from orchestrator.plane.state import Phase, PlaneMemory, PlaneSettings, members_of
-from orchestrator.plane.update import Updates, kept_versions
+from orchestrator.plane.state import Group, Phase, PlaneMemory, PlaneSettings, Update, members_of
+from orchestrator.plane.update import Updates
 from protocol.ids import Slot
 
 
@@ -101,7 +101,7 @@ class PlaneCore:
         fleet.out.clear()
         fleet.groups = memory.groups
         fleet.last_op_id = memory.last_op_id
-        fleet.is_swapping = memory.is_swapping
+        fleet.phase = memory.update.phase if memory.update is not None else None
         updates.update = memory.update
         updates.generation = memory.generation
         updates.policy_version = memory.policy_version
@@ -125,7 +125,6 @@ class PlaneCore:
                 now=self._now,
                 groups=fleet.groups,
                 last_op_id=fleet.last_op_id,
-                is_swapping=fleet.is_swapping,
                 update=updates.update,
                 generation=updates.generation,
                 policy_version=updates.policy_version,
@@ -218,7 +217,7 @@ class PlaneCore:
                 assert_never(event)
 
     def _restarted(self, now: float, event: Restarted) -> None:
-        kept = kept_versions(self._updates.update, self._fleet.groups.values())
+        kept = _kept_versions(self._updates.update, self._fleet.groups.values())
         self._fleet.restarted(now, kept, event.urls)
         self._updates.restarted(now)
         self._router_error = ""
@@ -257,3 +256,18 @@ class PlaneCore:
             for group in self._fleet.groups.values()
         ]
         return "\n".join([f"no capacity: {why}", *rows])
+
+
+def _kept_versions(update: Update | None, groups: Iterable[Group]) -> dict[int, int]:
+    """By group, the version that it holds for certain, if the orchestrator restarts now."""
+    kept: dict[int, int] = {}
+    for group in groups:
+        version = group.version if group.is_routed else group.kept
+        if update is not None and group.number in update.targets:
+            if update.phase == "commit":
+                version = None
+            elif update.phase in ("verify", "admit"):
+                version = update.version
+        if version is not None:
+            kept[group.number] = version
+    return kept

@@ -30,10 +30,13 @@ from orchestrator.plane.commands import (
     RouteEntry,
 )
 from orchestrator.plane.events import EngineAnswered, EngineSilent, EngineStuck, GroupLaunched
-from orchestrator.plane.state import Group, Member, PlaneSettings, members_of
+from orchestrator.plane.state import Group, Member, Phase, PlaneSettings, members_of
 from protocol.ids import Slot
 
 _IN_SERVICE: tuple[GroupState, ...] = ("candidate", "admitted")
+# While weights are swapped an engine may report the old or the new version.
+_SWAPPING: tuple[Phase, ...] = ("commit", "verify", "admit")
+_PAUSING: tuple[Phase, ...] = ("pause", *_SWAPPING, "resume")
 
 
 class Fleet:
@@ -43,8 +46,7 @@ class Fleet:
         self.settings = settings
         self.out: list[Command] = []
         self.groups: dict[int, Group] = {}
-        # While weights are swapped an engine may report the old or the new version.
-        self.is_swapping = False
+        self.phase: Phase | None = None  # of the update under way
         self.last_op_id = 0
         for number in sorted(set(groups)):
             own = [url for url, group in zip(urls, groups, strict=True) if group == number]
@@ -74,7 +76,8 @@ class Fleet:
     def answered(self, now: float, event: EngineAnswered) -> None:
         """A member said something new of itself."""
         group = self.groups[event.slot.group]
-        if event.life < max(group.min_life, group.life):
+        is_old = event.life < max(group.min_life, group.life)
+        if is_old or event.asked_at < group.believed_from:
             return
         if event.life > group.life:
             # Faster than the launcher's own report; the same thing.
@@ -94,11 +97,8 @@ class Fleet:
             # Asked after a restart, it is not what it was: only an update brings it back.
             group.kept = None
             self._fence(now, group, "changed")
-        is_new = event.asked_at >= group.version_since and not self.is_swapping
-        if group.is_routed and is_new and event.weight_version != group.version:
-            says = "no version" if event.weight_version is None else f"v{event.weight_version}"
-            detail = f"{event.slot.engine_id} reports {says}, expected v{group.version}"
-            self.evict(now, group, "version_mismatch", detail)
+        if group.is_routed:
+            self._check_service(now, group, event)
 
     def silent(self, now: float, event: EngineSilent) -> None:
         """A member stopped to answer."""
@@ -148,6 +148,7 @@ class Fleet:
             doublings = min(len(group.evictions) - 1, 16)
             stay_s = min(settings.retry_wait_s * 2**doublings, settings.retry_wait_max_s)
         group.not_before = now + stay_s
+        group.believed_from = now
         group.version = None
         group.kept = None
         if settings.has_launcher:
@@ -191,7 +192,7 @@ class Fleet:
     def restarted(self, now: float, kept: dict[int, int], urls: Sequence[str]) -> None:
         """Nobody serves, and nobody is believed, before it has answered anew. `kept` is what may
         return without a reload; all others are fenced, and relaunched if that was the wish."""
-        self.is_swapping = False
+        self.phase = None
         for member, url in zip(members_of(self.groups.values()), urls, strict=False):
             member.url = url
         for group in self.groups.values():
@@ -201,6 +202,7 @@ class Fleet:
             elif group.state == "starting":
                 group.since = now
             group.awaited = was_in_service
+            group.believed_from = now
             group.kept = kept.get(group.number)
             group.version = None
             for member in group.members:
@@ -236,6 +238,19 @@ class Fleet:
             for member in group.members
         )
         self.out.append(Route(entries, reason))
+
+    def _check_service(self, now: float, group: Group, event: EngineAnswered) -> None:
+        """Who serves holds the group's version and works. Answers to questions that are older than
+        the last swap prove nothing."""
+        who = event.slot.engine_id
+        is_new = event.asked_at >= group.version_since and self.phase not in _SWAPPING
+        if is_new and event.weight_version != group.version:
+            says = "no version" if event.weight_version is None else f"v{event.weight_version}"
+            detail = f"{who} reports {says}, expected v{group.version}"
+            self.evict(now, group, "version_mismatch", detail)
+        elif event.paused and event.asked_at > group.resumed_at and self.phase not in _PAUSING:
+            # A pause that was delayed on its way: nobody would ever resume it.
+            self.evict(now, group, "engine_stalled", f"{who} is paused outside an update")
 
     def _answer_by(self, group: Group) -> float:
         """A group that served a moment ago answers soon, or is gone; another may still load."""

@@ -6,7 +6,9 @@
 
 Rules: a failed engine is probed for ever, with growing waits, since a restart on the same address
 must be noticed. Only news is told: becoming ready, failing, being stuck, and changes of what the
-engine says of itself. An engine that was never ready does not fail: its launch has a deadline.
+engine says of itself; a pause that lasts is told again, each time after twice the wait, since it
+may outlive the update that it was heard in. An engine that was never ready does not fail: its
+launch has a deadline.
 """
 
 from __future__ import annotations
@@ -60,6 +62,8 @@ class EngineHealth:
         self._num_answers = 0
         self._told: tuple[object, ...] | None = None
         self._moved_at = now
+        self._told_at = now
+        self._pause_wait_s = settings.interval_s
         self._stuck_boot: str | None = None
 
     def answered(self, now: float, sighting: Sighting) -> News | None:
@@ -76,7 +80,10 @@ class EngineHealth:
         previous, self.last_sighting = self.last_sighting, sighting
         answer = sighting.answer
         facts = (answer.boot_id, answer.life, answer.weight_version, answer.paused)
-        if facts != self._told:
+        is_again = facts == self._told
+        if not is_again or (answer.paused and now >= self._told_at + self._pause_wait_s):
+            self._pause_wait_s = 2 * self._pause_wait_s if is_again else self._settings.interval_s
+            self._told_at = now
             if self._told is None or self._told[0] != answer.boot_id:
                 self._moved_at = now
             self._told = facts

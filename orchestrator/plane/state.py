@@ -58,7 +58,9 @@ class Group:
 
     `min_life`: engines of an older life are never believed. `not_before`: no candidate before this
     time (back-off). `version_since`: when `version` was put in service here; what an engine said
-    before that is old. `given_up`: the launcher will not start it again.
+    before that is old. `believed_from`: an eviction or a restart; answers to older questions are
+    not believed. `resumed_at`: when all members had answered a resume. `given_up`: the launcher
+    will not start it again.
     After a restart of the orchestrator: `kept` is the version that the group is known to hold and
     may return with, without a reload; `awaited`: it was in service, and has not all answered yet.
     """
@@ -80,16 +82,13 @@ class Group:
     given_up: bool = False
     kept: int | None = None
     awaited: bool = False
+    believed_from: float = 0.0
+    resumed_at: float = 0.0
 
     @property
     def is_routed(self) -> bool:
         """Whether its engines should serve."""
         return self.state == "admitted"
-
-    @property
-    def world_size(self) -> int:
-        """Ranks that the group takes in a generation."""
-        return sum(member.world_size for member in self.members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,8 @@ class Update:
 
     The bytes have until `transfer_deadline`, so that what follows (pause to resume) keeps its time.
     `pending` maps the ops that the phase waits for to their slot (None: the trainer).
-    `accused` counts, by group, failed transfers that only some groups report.
+    `suspect`: the group that reported a failed transfer first, and what it said; accused when all
+    others have answered the abort. `accused` counts accusations by group.
     `is_return`: the targets hold `version` already; it begins with the verification.
     """
 
@@ -125,7 +125,7 @@ class Update:
     num_regroups: int = 0
     num_bytes: int = 0
     accused: dict[int, int] = field(default_factory=dict)
-    failures: dict[int, str] = field(default_factory=dict)
+    suspect: tuple[int, str] | None = None
     phase_s: dict[str, float] = field(default_factory=dict)
     cause: str = ""
     retry_finish_at: float | None = None
@@ -140,7 +140,6 @@ class PlaneMemory:
     now: float
     groups: dict[int, Group]
     last_op_id: int
-    is_swapping: bool
     update: Update | None
     generation: Generation
     policy_version: int | None

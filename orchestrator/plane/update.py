@@ -22,7 +22,7 @@ commit is fenced, and comes back by a whole update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 
 from orchestrator.plane.commands import (
@@ -30,6 +30,7 @@ from orchestrator.plane.commands import (
     Admit,
     Commit,
     EvictReason,
+    Fence,
     Finish,
     Join,
     Op,
@@ -53,21 +54,6 @@ _BREAKS_GENERATION: tuple[Phase, ...] = ("open", "join", "stage")
 _ACCUSATIONS = 2
 
 
-def kept_versions(update: Update | None, groups: Iterable[Group]) -> dict[int, int]:
-    """By group, the version that it holds for certain, if the orchestrator restarts now."""
-    kept: dict[int, int] = {}
-    for group in groups:
-        version = group.version if group.is_routed else group.kept
-        if update is not None and group.number in update.targets:
-            if update.phase == "commit":
-                version = None
-            elif update.phase in ("verify", "admit"):
-                version = update.version
-        if version is not None:
-            kept[group.number] = version
-    return kept
-
-
 class Updates:
     """The update under way, the live generation, the policy version."""
 
@@ -89,13 +75,18 @@ class Updates:
     def broadcast_ready(self, now: float, event: BroadcastReady) -> None:
         """The trainer published a version, or is a new trainer."""
         self.is_trainer_known = True
-        if event.trainer_boot != self.trainer_boot:
+        is_other = event.trainer_boot != self.trainer_boot
+        if is_other:
             self.trainer_boot = event.trainer_boot
+            self.ready_version = None  # the former trainer's
             self._kill_generation()
             if self.update is not None and self.update.phase in _BEFORE_COMMIT:
                 self._end(now, "failed", "the trainer restarted")
-        finished = self.policy_version
-        if finished is None or event.version > finished:
+        finished, update = self.policy_version, self.update
+        # A trainer that begins with the version in service waits for its confirmation as well.
+        is_again = is_other and event.version == finished
+        is_again = is_again and (update is None or update.version != finished)
+        if finished is None or event.version > finished or is_again:
             self.ready_version = event.version
             self.retry_at = now
 
@@ -113,11 +104,12 @@ class Updates:
         is_unknown = isinstance(event, OpUnknown)
         if update.phase == "finish":
             update.retry_finish_at = now + self.fleet.settings.retry_wait_s
+        elif update.phase == "abort":
+            self._not_aborted(now, update, slot, text, is_unknown)
         elif slot is None:
-            if update.phase != "abort":
-                self._abort(now, update, text)
+            self._abort(now, update, text)
         elif update.phase in ("join", "stage") and not is_unknown:
-            self._accuse(now, update, slot.group, text)
+            update.suspect = (slot.group, text)
             self._abort(now, update, text)
         else:
             self._evict(now, slot, "op_unknown" if is_unknown else "op_failed", text)
@@ -304,6 +296,9 @@ class Updates:
             self._enter(now, update, following[update.phase])
 
     def _regroup(self, now: float, update: Update) -> None:
+        suspect, update.suspect = update.suspect, None
+        if suspect is not None and self._accuse(now, update, *suspect):
+            return  # it leaves the targets first
         update.num_regroups += 1
         if update.num_regroups > self.fleet.settings.max_regroups:
             self._end(now, "failed", f"{update.num_regroups - 1} regroups; last: {update.cause}")
@@ -314,7 +309,7 @@ class Updates:
         for group in self._targets(update):
             self.fleet.admit(now, group, update.version)
         self.policy_version = update.version
-        if self.ready_version == update.version:
+        if self.ready_version is not None and self.ready_version <= update.version:
             self.ready_version = None
         # Whoever serves an older version by now took no part, and is not in service any more.
         self.fleet.route(f"v{update.version} is in service")
@@ -325,8 +320,10 @@ class Updates:
         update.phase = phase
         update.phase_started = now
         update.pending = {}
-        self.fleet.is_swapping = phase in ("commit", "verify", "admit")
+        self.fleet.phase = phase
         if phase == "finish":
+            for group in self._targets(update):
+                group.resumed_at = now
             self._finish(now, update)
         else:
             self._commands(now, update)
@@ -362,6 +359,9 @@ class Updates:
                 self._issue(slot, AbortGeneration(*op(settings.admin_timeout_s), slot, number))
             elif update.phase == "pause":
                 self._issue(slot, Pause(*op(settings.pause_timeout_s), slot))
+                if not self.fleet.groups[slot.group].is_routed and self.policy_version is not None:
+                    # Nobody waited for the fence of its eviction: its gate may still be open.
+                    self._issue(slot, Fence(*op(settings.admin_timeout_s), slot))
             elif update.phase == "commit":
                 self._issue(slot, Commit(*op(settings.commit_timeout_s), slot, number, version))
             elif update.phase == "verify":
@@ -422,12 +422,24 @@ class Updates:
         if group.state in ("candidate", "admitted"):
             self.fleet.evict(now, group, reason, detail)
 
-    def _accuse(self, now: float, update: Update, number: int, text: str) -> None:
+    def _not_aborted(
+        self, now: float, update: Update, slot: Slot | None, text: str, is_unknown: bool
+    ) -> None:
+        """Who is silent has broken the transfer, and not who reported it. An engine that refuses an
+        abort answers, and has nothing to abort: it may never have joined."""
+        if slot is None or is_unknown:
+            update.suspect = None
+        if slot is not None and is_unknown:
+            self._evict(now, slot, "op_unknown", text)
+
+    def _accuse(self, now: float, update: Update, number: int, text: str) -> bool:
         """Evict a group that reports failed transfers again while most others do not."""
         update.accused[number] = update.accused.get(number, 0) + 1
         is_minority = 2 * len(update.accused) <= len(update.targets)
-        if update.accused[number] >= _ACCUSATIONS and is_minority:
+        is_guilty = update.accused[number] >= _ACCUSATIONS and is_minority
+        if is_guilty:
             self.fleet.evict(now, self.fleet.groups[number], "op_failed", text)
+        return is_guilty
 
     def _abort(self, now: float, update: Update, cause: str) -> None:
         update.cause = cause
@@ -446,7 +458,7 @@ class Updates:
         spent = now - update.phase_started
         update.phase_s[update.phase] = update.phase_s.get(update.phase, 0.0) + spent
         self.update = None
-        self.fleet.is_swapping = False
+        self.fleet.phase = None
         settings = self.fleet.settings
         is_finished = outcome == "finished"
         if not is_finished:

@@ -50,7 +50,9 @@ class Bench:
 
 
 @contextlib.asynccontextmanager
-async def at_work(run_id: str = "run", timeout_s: float = 1.0) -> AsyncIterator[Bench]:
+async def at_work(
+    run_id: str = "run", timeout_s: float = 1.0, settings: ProbeSettings = QUICK
+) -> AsyncIterator[Bench]:
     news: list[Any] = []
     pulse = asyncio.Event()
 
@@ -60,7 +62,9 @@ async def at_work(run_id: str = "run", timeout_s: float = 1.0) -> AsyncIterator[
 
     async with FakeFleet([A, B]) as fleet, AdminHttp("secret", connect_timeout_s=1.0) as http:
         driver = EngineDriver(http, fleet.urls.__getitem__, time.monotonic, lease_s=30.0)
-        prober = Prober(driver, QUICK, time.monotonic, on_news, run_id=run_id, timeout_s=timeout_s)
+        prober = Prober(
+            driver, settings, time.monotonic, on_news, run_id=run_id, timeout_s=timeout_s
+        )
         task = asyncio.create_task(prober.run())
         try:
             yield Bench(fleet, prober, news, pulse)
@@ -158,6 +162,20 @@ async def test_leases_of_those_that_serve_are_renewed() -> None:
         assert engine.identity().admission == "closed"
         bench.prober.serve([RouteEntry(A, bench.fleet.urls[A], boot_id, 4)])
         await bench.until(lambda: engine.identity().admission == "open")
+
+
+async def test_a_refused_lease_is_renewed_as_soon_as_the_next_version_is_routed() -> None:
+    async with at_work(settings=ProbeSettings(interval_s=600.0)) as bench:
+        engine = bench.fleet.engines[A]
+        engine.keeper.hold(5)
+        url, boot_id = bench.fleet.urls[A], engine.identity().boot_id
+        bench.prober.serve([RouteEntry(A, url, boot_id, 4)])
+        bench.watch(A)
+        await bench.until(lambda: A in bench.prober.refused)
+        assert engine.identity().admission == "closed"
+        bench.prober.serve([RouteEntry(A, url, boot_id, 5)])
+        await bench.until(lambda: engine.identity().admission == "open")
+        assert not bench.prober.refused
 
 
 async def test_a_programming_error_ends_the_prober() -> None:

@@ -135,6 +135,44 @@ def test_an_answer_from_before_the_commit_is_not_held_against_the_engine() -> No
     assert world.reports(0)[-1] == ("evicted", "version_mismatch")
 
 
+def test_an_answer_from_before_the_eviction_is_not_believed() -> None:
+    world = serving(has_launcher=False)
+    asked_at = world.now
+    world.run_for(0.2)
+    world.kill(G1E0)
+    world.feed(EngineSilent(G1E0, 0, "timeout"))
+    late = says(world, G1E0, asked_at=asked_at)
+    world.feed(late)
+    world.feed(says(world, G1E1, asked_at=asked_at))
+    world.run_for(5.0)
+    assert world.state(1) == "evicted", "the dead engine's old answer made it a candidate"
+
+
+def test_a_pause_outside_an_update_evicts() -> None:
+    world = serving()
+    world.engines[G1E0].paused = True
+    world.run(lambda: world.state(1) == "evicted", 5.0)
+    assert (world.group(1).reason, world.group(1).detail) == (
+        "engine_stalled",
+        "g1e0 is paused outside an update",
+    )
+    assert last_route(world) == ["g0e0", "g0e1"]
+
+
+def test_a_pause_that_was_seen_before_the_resume_is_part_of_the_update() -> None:
+    world = serving()
+    world.feed(says(world, G1E0, asked_at=world.group(1).since - 1.0, paused=True))
+    assert world.state(1) == "admitted"
+
+
+def test_a_pause_during_an_update_is_part_of_it() -> None:
+    world = serving()
+    world.publish(1)
+    world.run(lambda: world.core.snapshot().update_phase == "commit")
+    world.feed(says(world, G1E0, paused=True))
+    assert world.state(1) == "admitted"
+
+
 def test_evicted_comes_back_only_through_an_update() -> None:
     world = serving()
     world.mute.add(G0E1)

@@ -67,7 +67,17 @@ def test_a_change_of_what_it_says_is_news(change: dict[str, Any]) -> None:
     engine = ready()
     changed = sighting(11.0, **change)
     assert engine.answered(11.0, changed) == changed.answer
-    assert engine.answered(12.0, changed) is None
+    assert engine.answered(11.5, changed) is None
+
+
+def test_a_pause_that_lasts_is_told_again_after_longer_and_longer_waits() -> None:
+    engine = ready()
+    paused = sighting(11.0, paused=True)
+    told = [now for now in range(11, 30) if engine.answered(float(now), paused) is not None]
+    assert told == [11, 12, 14, 18, 26]
+    assert engine.answered(30.0, sighting(30.0)) is not None
+    told = [now for now in range(31, 36) if engine.answered(float(now), paused) is not None]
+    assert told == [31, 32, 34], "the next pause begins with a short wait again"
 
 
 def test_a_first_miss_is_asked_again_soon_and_is_no_news() -> None:

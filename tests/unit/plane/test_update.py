@@ -212,6 +212,44 @@ def test_who_fails_again_while_others_do_not_is_evicted() -> None:
     assert ("evicted", "op_failed") in world.reports(1)
 
 
+@pytest.mark.parametrize("silent", [G0E0, TRAINER])
+def test_who_reports_a_failure_is_not_accused_when_another_is_silent(silent: Slot | None) -> None:
+    world = serving((0, 0, 1, 1, 2, 2), max_regroups=9)
+    world.fault(Stage, "fail", slot=G1E0, times=2)
+    world.fault(AbortGeneration, "unknown", slot=silent, times=2)
+    world.serve(1)
+    assert world.group(1).num_evictions == 0
+    assert world.group(0).num_evictions == (0 if silent is TRAINER else 1)
+
+
+@pytest.mark.parametrize("kind", [Join, Stage])
+def test_an_engine_that_refuses_the_abort_is_not_evicted(kind: type[Op]) -> None:
+    world = serving()
+    world.restart(G1E0)  # so that a join is needed
+    world.run(lambda: world.state(1) == "candidate")
+    evictions = world.group(1).num_evictions
+    world.fault(kind, "fail", slot=G0E0)
+    world.fault(AbortGeneration, "fail", slot=G1E0)
+    world.serve(1)
+    assert finished(world, 1).members == ALL
+    assert (world.group(0).num_evictions, world.group(1).num_evictions) == (0, evictions)
+
+
+def test_a_group_that_was_out_is_fenced_again_before_its_weights_change() -> None:
+    world = serving()
+    world.fault(Fence, "unknown", slot=G1E0)
+    world.fault(Pause, "fail", slot=G1E1)
+    world.serve(1)
+    world.run(lambda: world.state(1) == "candidate")
+    assert world.engines[G1E0].is_open, "its fence was lost"
+    world.publish(2)
+    world.run(lambda: world.core.snapshot().update_phase == "commit")
+    assert [engine.is_open for engine in world.of(0)] == [True, True]
+    assert [engine.is_open for engine in world.of(1)] == [False, False]
+    assert finished(world, 2).members == ALL
+    assert all(engine.is_open for engine in world.engines.values())
+
+
 def test_when_all_fail_nobody_is_accused_and_the_update_ends() -> None:
     world = serving(max_regroups=2)
     world.fault(Stage, "fail", slot=G0E0, times=99)
@@ -455,6 +493,31 @@ def test_a_new_trainer_after_the_commit() -> None:
     assert finished(world, 1).members == ALL
     world.serve(2)
     assert finished(world, 2).generation == 2
+
+
+def test_a_new_trainer_at_the_version_in_service_is_confirmed_again() -> None:
+    world = serving()
+    world.trainer.boot = "trainer-2"
+    mark = len(world.commands(UpdateEnded))
+    world.publish(0)
+    world.run(lambda: len(world.commands(UpdateEnded)) > mark)
+    update = world.commands(UpdateEnded)[-1]
+    assert (update.version, update.outcome, update.generation) == (0, "finished", 2)
+    assert world.trainer.finished == [(0, ALL), (0, ALL)]
+    world.run_for(5.0)
+    assert len(world.commands(UpdateEnded)) == mark + 1
+
+
+def test_what_a_former_trainer_had_ready_is_not_asked_of_the_next() -> None:
+    world = serving()
+    world.fault(Open, "unknown", times=1)
+    world.publish(1)
+    world.trainer.boot = "trainer-2"
+    world.publish(0)
+    world.run_for(60.0)
+    assert world.core.snapshot().policy_version == 0
+    assert [update.version for update in world.commands(UpdateEnded)] == [0, 1, 0]
+    world.serve(1)
 
 
 def test_a_new_trainer_between_updates() -> None:
