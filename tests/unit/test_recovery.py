@@ -119,7 +119,7 @@ def test_the_memory_has_all_that_the_core_has() -> None:
     kept = {field.name for field in dataclasses.fields(PlaneMemory)}
     parts = {*vars(core), *vars(core._fleet), *vars(core._updates)}
     own = {name.removeprefix("_") for name in parts}
-    assert own - kept == {"settings", "fleet", "updates", "out"}
+    assert own - kept == {"settings", "fleet", "updates", "out", "phase"}  # the update's phase
 
 
 def test_a_journal_of_several_segments_is_read_at_its_end_only(tmp_path: Path) -> None:
