@@ -73,6 +73,21 @@ class BearerAuth:
         await self._app(scope, receive, send)
 
 
+class AnswersAtTheEnd:
+    """ASGI middleware: a request that is still waiting when the server's time is over gets 503.
+    Otherwise its cancellation would be logged as a crash of the application."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on."""
+        try:
+            await self._app(scope, receive, send)
+        except asyncio.CancelledError:  # nobody but the server at its end cancels a request
+            await _error(503, "the trainer is stopping")(scope, receive, send)
+
+
 def make_app(
     desk: Desk,
     generations: Generations,
@@ -108,7 +123,7 @@ def make_app(
 def start_server(app: ASGIApp, sock: socket.socket, *, token: str) -> Server:
     """Serve `app` on a bound socket from a thread, behind the token."""
     config = uvicorn.Config(
-        BearerAuth(app, token),
+        AnswersAtTheEnd(BearerAuth(app, token)),
         log_level="warning",
         access_log=False,
         lifespan="off",
