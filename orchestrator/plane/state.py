@@ -108,7 +108,8 @@ class Update:
     The bytes have until `transfer_deadline`, so that what follows (pause to resume) keeps its time.
     `pending` maps the ops that the phase waits for to their slot (None: the trainer).
     `suspect`: the group that reported a failed transfer first, and what it said; accused when all
-    others have answered the abort. `accused` counts accusations by group.
+    others have answered the abort. `accused` counts accusations by group; a Send without an outcome
+    (`sends`, even of a transfer that was given up) clears both.
     `is_return`: the targets hold `version` already; it begins with the verification.
     """
 
@@ -126,6 +127,7 @@ class Update:
     num_bytes: int = 0
     accused: dict[int, int] = field(default_factory=dict)
     suspect: tuple[int, str] | None = None
+    sends: list[int] = field(default_factory=list)
     phase_s: dict[str, float] = field(default_factory=dict)
     cause: str = ""
     retry_finish_at: float | None = None

@@ -93,7 +93,12 @@ class Updates:
     def completed(self, now: float, event: Completion) -> None:
         """A command of the update ended. Commands that nobody waits for any more are ignored."""
         update = self.update
-        if update is None or event.op_id not in update.pending:
+        if update is None:
+            return
+        if event.op_id in update.sends and isinstance(event, OpUnknown):
+            update.suspect = None  # the trainer never began, or is gone: no engine's fault
+            update.accused.clear()
+        if event.op_id not in update.pending:
             return
         slot = update.pending.pop(event.op_id)
         if isinstance(event, OpSucceeded):
@@ -349,6 +354,7 @@ class Updates:
             self._join(update, members, world_size, lambda: op(settings.join_timeout_s))
         elif update.phase == "stage":
             self._issue(None, Send(*op(settings.stage_timeout_s), number, version))
+            update.sends.append(self.fleet.last_op_id)
         elif update.phase == "abort":
             self._issue(None, AbortGeneration(*op(settings.admin_timeout_s), None, number))
         for member in members:

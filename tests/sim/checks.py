@@ -142,6 +142,10 @@ class Checks:
         is_meddled = engine.meddled_at is not None
         if is_meddled:
             return
+        if entry is None and self.world.phase == "admit" and self._is_verified(engine.slot):
+            # A resume that came after its deadline woke it between its admission and the route:
+            # nobody sends to it yet, and what it holds is about to be the policy.
+            return
         if engine.version is None or self.policy is None or engine.version > self.policy:
             self.violated("I1", f"{engine} serves v{engine.version}, the policy is v{self.policy}")
         if entry is not None and entry.boot_id == engine.boot_id:

@@ -25,6 +25,7 @@ from orchestrator.plane.commands import (
     UpdateEnded,
 )
 from orchestrator.plane.events import BroadcastReady, EngineSilent, OpFailed, OpResult, OpSucceeded
+from orchestrator.plane.state import PlaneSettings
 from protocol.ids import Slot
 from tests.helpers.plane_world import TRAINER, Outcome, World
 
@@ -220,6 +221,15 @@ def test_who_reports_a_failure_is_not_accused_when_another_is_silent(silent: Slo
     world.serve(1)
     assert world.group(1).num_evictions == 0
     assert world.group(0).num_evictions == (0 if silent is TRAINER else 1)
+
+
+def test_who_reports_a_failure_is_not_accused_when_the_trainer_never_said_it_sent() -> None:
+    world = serving((0, 0, 1, 1, 2, 2), max_regroups=9, update_timeout_s=3000.0)
+    almost = PlaneSettings().stage_timeout_s - 1.0
+    world.fault(Stage, "fail", slot=G1E0, times=2, delay_s=almost)
+    world.fault(Send, "unknown", times=2)
+    world.serve(1)
+    assert [world.group(number).num_evictions for number in (0, 1, 2)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("kind", [Join, Stage])
